@@ -1,0 +1,137 @@
+"""Which implementation runs an operator: records with predicates, chosen by priority, explained on request."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import ImplementationError, near_names
+from .formats import Format
+
+__all__ = ["Implementation", "Request", "explain", "register", "select", "use_implementation"]
+
+OPS = ("quantize", "dequantize", "append_", "attention")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an operator is about to do, as far as a choice may depend on it."""
+
+    op: str
+    device: str
+    formats: tuple[Format, ...]
+    head_dims: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run one operator.
+
+    Attributes:
+        name: what users ask for (``torch``, ``cpu``, ``triton``, ``cutlass``).
+        op: one of ``OPS``.
+        run: called with the operator's arguments, formats resolved to rows.
+        refuses: the reason why a request cannot be served, or ``None``. It must be cheap.
+        priority: the highest that does not refuse is chosen.
+    """
+
+    name: str
+    op: str
+    run: Callable[..., Any]
+    refuses: Callable[[Request], str | None]
+    priority: int = 0
+
+
+_implementations: dict[str, list[Implementation]] = {op: [] for op in OPS}
+_choices: dict[Request, Implementation] = {}
+_forced: str | None = None
+
+
+def register(implementation: Implementation) -> None:
+    """Add an implementation; one of the same name and op is replaced."""
+    rows = _implementations[implementation.op]
+    rows[:] = [row for row in rows if row.name != implementation.name] + [implementation]
+    rows.sort(key=lambda row: -row.priority)
+    _choices.clear()
+
+
+def implementations(op: str) -> tuple[Implementation, ...]:
+    """All implementations of an operator, the preferred first."""
+    return tuple(_implementations[op])
+
+
+def select(request: Request) -> Implementation:
+    """The implementation for a request.
+
+    Raises:
+        ImplementationError: when none can serve it, or when the one that was asked for by name cannot.
+    """
+    if (chosen := _choices.get(request)) is not None:
+        return chosen
+    rows = _implementations[request.op]
+    if _forced is not None:
+        rows = [row for row in rows if row.name == _forced]
+    reasons = []
+    for row in rows:
+        reason = row.refuses(request)
+        if reason is None:
+            _choices[request] = row
+            return row
+        reasons.append(f"{row.name}: {reason}")
+    raise ImplementationError(
+        f"kvq::{request.op} on {request.device} for {', '.join(map(str, request.formats))}"
+        + (f" by implementation {_forced!r}" if _forced else ""),
+        got="; ".join(reasons) or "no implementation of that name for this operator",
+        allowed=", ".join(row.name for row in _implementations[request.op]),
+        do="leave the choice open, or see kvq_ops.explain(...)",
+    )
+
+
+@contextlib.contextmanager
+def use_implementation(name: str) -> Iterator[None]:
+    """Run every operator by the implementation ``name``, or raise; there is no fallback."""
+    known = {row.name for rows in _implementations.values() for row in rows}
+    if name not in known:
+        raise ImplementationError(
+            "an implementation by name",
+            got=repr(name),
+            allowed=near_names(name, sorted(known)),
+            do="kvq_ops.explain(op, *formats) lists those of an operator",
+        )
+    global _forced
+    before, _forced = _forced, name
+    _choices.clear()
+    try:
+        yield
+    finally:
+        _forced = before
+        _choices.clear()
+
+
+def explain(
+    op: str,
+    *formats: Format,
+    device: str = "cpu",
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """One line for each implementation of ``op``: chosen, or rejected and why."""
+    request = Request(op, device, formats, (head_dim,) * len(formats), dtype)
+    lines = [f"kvq::{op} on {device}, {', '.join(map(str, formats))}, head_dim {head_dim}, {dtype}"]
+    taken = False
+    for row in _implementations[op]:
+        reason = row.refuses(request)
+        if _forced is not None and row.name != _forced:
+            reason = f"{_forced!r} was asked for"
+        if reason is None:
+            verdict = "lower priority" if taken else "chosen"
+            taken = True
+        else:
+            verdict = f"rejected: {reason}"
+        lines.append(f"  {row.name}: {verdict}")
+    return "\n".join(lines)
