@@ -1,0 +1,16 @@
+"""Graph passes: find attention over caches, and let it read the quantized store. One pipeline for compile and export."""
+
+from __future__ import annotations
+
+from .export import quantize_exported
+from .model import explain, quantize_kv_cache_
+from .report import Report, clear_report, report
+
+__all__ = [
+    "Report",
+    "clear_report",
+    "explain",
+    "quantize_exported",
+    "quantize_kv_cache_",
+    "report",
+]
