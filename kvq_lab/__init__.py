@@ -1,0 +1,1 @@
+"""What people run: the ``kvq`` command, its demo, evaluation and assets."""

@@ -1,0 +1,481 @@
+"""``kvq demo``: SmolLM2 with each cache format, measured, in one table.
+
+Quality is scored in eager mode and speed on compiled decode steps, both on the same caches: to
+compile a scoring graph for each format as well would double the time and change no number that
+means anything (in eager mode a handle's stored values are read by the model's own attention).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import kvq_ops
+import passes
+from kvq_lab import assets
+from kvq_lab.environment import environment, one_line
+from kvq_lab.evaluate import AttentionError, RoundTrip, interleaved, live_bytes, score
+from kvq_lab.progress import Stages
+from kvq_ops.errors import ShapeError
+
+SCHEMA = "kvq.demo/1"
+UNQUANTIZED = "unquantized"
+PROMPT = "Explain in two sentences why the sky is blue."
+SHOWN = "int8_per_token_head"
+# What remains to do after the last compilation: timed steps and answers.
+RESERVED_SECONDS = 60.0
+# The share of the time that may be over when scoring stops early.
+SCORING_SHARE = 0.4
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the demo measures.
+
+    Attributes:
+        formats: cache formats, as :func:`kvq_ops.parse_kv_format` reads them.
+        tokens: scored tokens.
+        context: tokens that are prefilled before the scored ones.
+        chunk: scored tokens run through the model this many at a time.
+        rounds: timed decode steps of each variant; one more goes before, untimed.
+        answer: the longest answer, in tokens.
+        inspected: tokens over which attention's own error is measured.
+        minutes: the time to keep within on a slow or busy machine. Scoring stops early after its share of
+            it, after the same token for all, and a format is not compiled when that would end later; its
+            row then has no speed and no count of sites. Both are said in the result.
+    """
+
+    formats: tuple[str, ...]
+    tokens: int = 2048
+    context: int = 512
+    chunk: int = 64
+    rounds: int = 12
+    answer: int = 48
+    inspected: int = 256
+    minutes: float = 10.0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that each cache has room for: text, compiling step, timed steps."""
+        steps = self.context + self.tokens + self.rounds + 2
+        return 64 * math.ceil(steps / 64)
+
+    @property
+    def shown(self) -> str:
+        """The format whose answer and report are shown."""
+        return SHOWN if SHOWN in self.formats else self.formats[-1]
+
+
+# -- the variants ------------------------------------------------------------------------------
+
+
+def _cache_argument(model: Any) -> str:
+    """What this transformers calls the cache argument of ``forward``; it was renamed in 5.2x."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+@dataclasses.dataclass
+class Variant:
+    """One row of the table: how to make its cache, and the model compiled for it."""
+
+    name: str
+    new_cache: Callable[[], Any]
+    compiled: Callable[..., Any]
+    cache: Any = None
+
+
+def make_variants(model: Any, settings: Settings) -> list[Variant]:
+    """The unquantized model under plain torch.compile, then each format under backend="kvq"."""
+    from transformers import StaticCache
+
+    from kvq_ops.hf import QuantizedCache
+
+    # Each variant keeps its own compiled code; otherwise they would share one recompile limit
+    # and try each other's guards on every step.
+    apart: dict[str, Any] = (
+        {"isolate_recompiles": True}
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters
+        else {}
+    )
+    config, room = model.config, settings.capacity
+    variants = [
+        Variant(
+            UNQUANTIZED,
+            functools.partial(StaticCache, config=config, max_cache_len=room),
+            torch.compile(model, **apart),
+        )
+    ]
+    for name in settings.formats:
+        variants.append(
+            Variant(
+                name,
+                functools.partial(QuantizedCache, config, name, max_cache_len=room),
+                torch.compile(model, backend="kvq", **apart),
+            )
+        )
+    return variants
+
+
+@contextlib.contextmanager
+def _room_for_recompiles(count: int) -> Iterator[None]:
+    """Where compiled code is shared between variants, allow one compilation for each."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=max(config.recompile_limit, 2 * count)):
+        yield
+
+
+def compile_order(variants: Sequence[Variant], settings: Settings) -> list[Variant]:
+    """Unquantized and the shown format, then one format of each number system, then the others.
+
+    So that what is missing where time runs out is what resembles something that was timed.
+    """
+    seen: Counter[str] = Counter()
+    ranks = {}
+    for variant in variants:
+        if variant.name in (UNQUANTIZED, settings.shown):
+            ranks[variant.name] = -1
+        else:
+            codec = kvq_ops.parse_kv_format(variant.name).key.codec
+            ranks[variant.name] = seen[codec]
+            seen[codec] += 1
+    return sorted(variants, key=lambda variant: ranks[variant.name])
+
+
+class Decoder:
+    """Greedy decoding, a token for each call."""
+
+    def __init__(self, forward: Callable[..., Any], argument: str, cache: Any, token: torch.Tensor) -> None:
+        self.forward, self.keywords = forward, {argument: cache, "use_cache": True}
+        self.token = token
+
+    def __call__(self) -> torch.Tensor:
+        logits = self.forward(self.token, **self.keywords).logits
+        self.token = logits[:, -1:].argmax(-1)
+        return self.token
+
+
+# What a row says of the compiled decode step, and leaves None where there was no time for it.
+TIMED = (
+    "compile_seconds",
+    "graphs",
+    "sites_found",
+    "sites_rewritten",
+    "decode_seconds",
+    "decode_tokens_per_second",
+    "decode_speed",
+)
+
+
+# -- the measurements --------------------------------------------------------------------------
+
+
+def text_ids(tokenizer: Any, settings: Settings) -> tuple[str, torch.Tensor]:
+    """(description of the text, ids [1, context + tokens + 1])."""
+    name, text = assets.passage()
+    wanted = settings.context + settings.tokens + 1
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :wanted]
+    if ids.shape[1] < wanted:
+        raise ShapeError(
+            f"{settings.tokens} scored tokens after {settings.context} of context",
+            got=f"a text of {ids.shape[1]} tokens ({name})",
+            allowed=f"at most {max(ids.shape[1] - settings.context - 1, 0)} scored tokens",
+            do=f"ask for fewer with --tokens, or name a longer text in {assets.TEXT_VARIABLE}",
+        )
+    return name, ids
+
+
+def _round_trips(name: str) -> tuple[RoundTrip, RoundTrip]:
+    pair = kvq_ops.parse_kv_format(name)
+
+    def through(format: str) -> RoundTrip:
+        return lambda x: kvq_ops.dequantize(kvq_ops.quantize(x, format), format, x.dtype)
+
+    return through(pair.key.name), through(pair.value.name)
+
+
+def attention_errors(model: Any, ids: torch.Tensor, formats: Sequence[str]) -> dict[str, float]:
+    """Mean relative L2 error of attention's output over all sites, each on exact inputs."""
+    with AttentionError({name: _round_trips(name) for name in formats}) as measured, torch.no_grad():
+        model(ids, use_cache=False)
+    return {name: measured.relative_l2(name) for name in formats}
+
+
+def _graphs_compiled() -> int:
+    """Graphs that Dynamo has handed to a backend so far in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def _answer(
+    model: Any, tokenizer: Any, variant: Variant, argument: str, settings: Settings
+) -> dict[str, Any]:
+    """What the variant answers to the prompt: prefilled in eager mode, decoded compiled."""
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    cache = variant.new_cache()
+    first = model(chat["input_ids"], **{argument: cache, "use_cache": True}).logits[:, -1:].argmax(-1)
+    decode = Decoder(variant.compiled, argument, cache, first)
+    tokens = [first]
+    while len(tokens) < settings.answer and tokens[-1].item() != tokenizer.eos_token_id:
+        tokens.append(decode())
+    text = tokenizer.decode(torch.cat(tokens, 1)[0], skip_special_tokens=True).strip()
+    return {"format": variant.name, "text": text}
+
+
+def measure(
+    settings: Settings,
+    stages: Stages,
+    load: Callable[[], tuple[Any, Any]] = assets.load_smollm2,
+) -> dict[str, Any]:
+    """Run the whole demo; the result is what ``--json`` writes.
+
+    ``load`` gives (model, tokenizer); the model must attend through
+    ``scaled_dot_product_attention``.
+    """
+    begin = time.monotonic()
+    with stages.stage("Loading SmolLM2-135M-Instruct (converted on first use)", 1) as advance:
+        model, tokenizer = load()
+        advance(1)
+    argument = _cache_argument(model)
+    text_name, ids = text_ids(tokenizer, settings)
+    variants = make_variants(model, settings)
+    rows: dict[str, dict[str, Any]] = {variant.name: {"format": variant.name} for variant in variants}
+
+    with stages.stage("Attention error at each site", 1) as advance:
+        errors = attention_errors(model, ids[:, : settings.inspected], settings.formats)
+        advance(1)
+    rows[UNQUANTIZED]["attention_error"] = 0.0
+    for name, error in errors.items():
+        rows[name]["attention_error"] = error
+
+    def eager_step(cache: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        return lambda tokens, start: model(tokens, **{argument: cache, "use_cache": True}).logits
+
+    with stages.stage(f"Perplexity and KL of {len(variants)} caches", settings.tokens) as advance:
+        for variant in variants:
+            variant.cache = variant.new_cache()
+        steps = {variant.name: eager_step(variant.cache) for variant in variants}
+        late = begin + 60 * settings.minutes * SCORING_SHARE
+        quality = score(
+            steps,
+            UNQUANTIZED,
+            ids,
+            settings.context,
+            settings.chunk,
+            advance,
+            enough=lambda: time.monotonic() > late,
+        )
+    scored = quality[UNQUANTIZED].tokens
+    full = live_bytes(variants[0].cache)
+    for variant in variants:
+        result, used = quality[variant.name], live_bytes(variant.cache)
+        rows[variant.name] |= {
+            "cache_bytes": used,
+            "ratio": full / used,
+            "perplexity": result.perplexity,
+            "perplexity_change": result.perplexity_change,
+            "perplexity_change_stderr": result.perplexity_change_error,
+            "kl": result.kl,
+            "top1_agreement": result.agreement,
+        }
+
+    reports: dict[str, Any] = {}
+    decoders: dict[str, Decoder] = {}
+    deadline = begin + 60 * settings.minutes - RESERVED_SECONDS
+    # Not a slice: its strides would differ from a decoded token's and compile a graph of their own.
+    last = torch.tensor([[int(ids[0, -1])]])
+    graphs = _graphs_compiled()
+    with torch.no_grad(), _room_for_recompiles(len(variants)):
+        with stages.stage("Compiling a decode step for each cache", len(variants)) as advance:
+            longest = 0.0
+            for variant in compile_order(variants, settings):
+                row = rows[variant.name]
+                row |= dict.fromkeys(TIMED)
+                advance(1)
+                started = time.monotonic()
+                needed = variant.name in (UNQUANTIZED, settings.shown)
+                if not needed and started + longest > deadline:
+                    continue
+                before = _graphs_compiled()
+                passes.clear_report()
+                decoder = Decoder(variant.compiled, argument, variant.cache, last)
+                decoder()
+                row["compile_seconds"] = time.monotonic() - started
+                row["graphs"] = _graphs_compiled() - before
+                longest = max(longest, row["compile_seconds"])
+                decoders[variant.name] = decoder
+                if variant.name != UNQUANTIZED:
+                    report = reports[variant.name] = passes.report()
+                    row |= {"sites_found": report.found, "sites_rewritten": report.rewritten}
+        with stages.stage("Decode speed, in turn", settings.rounds + 1) as advance:
+            timings = interleaved(decoders, settings.rounds, on_round=lambda _: advance(1))
+        for name, timing in timings.items():
+            rows[name] |= {
+                "decode_seconds": timing.seconds,
+                "decode_tokens_per_second": 1 / timing.seconds,
+                "decode_speed": timing.ratio,
+            }
+        graphs = _graphs_compiled() - graphs
+        answers = []
+        with stages.stage("Answering a question", 2) as advance:
+            for variant in variants:
+                if variant.name in (UNQUANTIZED, settings.shown):
+                    answers.append(_answer(model, tokenizer, variant, argument, settings))
+                    advance(1)
+
+    return {
+        "schema": SCHEMA,
+        "environment": environment(),
+        "settings": dataclasses.asdict(settings) | {"capacity": settings.capacity},
+        "model": "SmolLM2-135M-Instruct",
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "text": text_name,
+        "scored_tokens": scored,
+        "rows": list(rows.values()),
+        "graphs_compiled": graphs,
+        "prompt": PROMPT,
+        "answers": answers,
+        "reports": {name: report.data() for name, report in reports.items()},
+        "report_format": settings.shown,
+        "report_text": reports[settings.shown].text(),
+        "seconds": time.monotonic() - begin,
+    }
+
+
+# -- what a person sees ------------------------------------------------------------------------
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def _change(row: dict[str, Any]) -> str:
+    return f"{100 * row['perplexity_change']:+.2f} ± {100 * row['perplexity_change_stderr']:.2f}"
+
+
+def _speed(row: dict[str, Any]) -> str:
+    if row["decode_speed"] is None:
+        return "not timed"
+    if row["format"] == UNQUANTIZED:
+        return f"{row['decode_tokens_per_second']:.1f} tok/s"
+    return f"{row['decode_speed']:.2f}x"
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    """The table, one row for each cache."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("cache", no_wrap=True)
+    for heading in (
+        "bytes",
+        "ratio",
+        "ppl",
+        "change, %",
+        "KL",
+        "attention\nerror, %",
+        "top-1\nsame, %",
+        "decode\nspeed",
+        "sites\nrewritten",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        plain = row["format"] == UNQUANTIZED
+        table.add_row(
+            row["format"],
+            _size(row["cache_bytes"]),
+            f"{row['ratio']:.2f}x",
+            f"{row['perplexity']:.3f}",
+            "" if plain else _change(row),
+            "" if plain else f"{row['kl']:.5f}",
+            "" if plain else f"{100 * row['attention_error']:.2f}",
+            "" if plain else f"{100 * row['top1_agreement']:.1f}",
+            _speed(row),
+            "" if row["sites_found"] is None else f"{row['sites_rewritten']}/{row['sites_found']}",
+        )
+    return table
+
+
+def caption_of(result: dict[str, Any]) -> str:
+    """How each column was measured, for under the table."""
+    settings = result["settings"]
+    scored = result["scored_tokens"]
+    filled = settings["context"] + scored
+    short = "" if scored == settings["tokens"] else f" (of {settings['tokens']}: time ran short)"
+    untimed = [row["format"] for row in result["rows"] if row["decode_speed"] is None]
+    return "\n".join(
+        (
+            f"{result['model']} in {result['dtype']}; {one_line(result['environment'])}.",
+            f"bytes, ratio: every storage behind the cache, allocated for {settings['capacity']} tokens; "
+            f"the unquantized cache is {result['dtype']} like the model.",
+            f"ppl, change ± standard error, KL, top-1: {scored} tokens{short} of {result['text']} after "
+            f"{settings['context']} of context, {settings['chunk']} at a time through the cache, in eager mode; "
+            "all against the unquantized model.",
+            "attention error: relative L2 error of attention's output from exact inputs, mean over "
+            f"sites, first {settings['inspected']} tokens.",
+            f"decode speed: one compiled step at about {filled} tokens against the unquantized model under "
+            f"torch.compile; median of {settings['rounds']} interleaved rounds.",
+            "sites rewritten: attention calls of the compiled decode step that read the cache's codes.",
+            *(
+                [
+                    f"not timed: {len(untimed)} format{'s' * (len(untimed) != 1)} whose turn to be compiled came too late for "
+                    f"{settings['minutes']:g} minutes; --minutes gives more."
+                ]
+                if untimed
+                else []
+            ),
+        )
+    )
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print answers, table, caption and the pass's report."""
+
+    def say(text: str = "") -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"\nPrompt: {result['prompt']}")
+    for answer in result["answers"]:
+        say(f"\n{answer['format']}:\n  {answer['text']}")
+    say()
+    console.print(table_of(result))
+    say()
+    say(caption_of(result))
+    say(f"\nThe pass on {result['report_format']}:\n{result['report_text']}")
+    say(f"\n{result['seconds']:.0f} seconds in all.")
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    """Write the result so that the file is complete or absent."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def run(settings: Settings, json_path: Path | None = None) -> None:
+    """The command: measure with progress on stderr, print on stdout, write JSON if asked."""
+    result = measure(settings, Stages())
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)  # a log has no edge to wrap at
+    show(result, console)
+    if json_path:
+        write_json(result, json_path)
+        console.print(f"Written to {json_path}", markup=False, highlight=False, soft_wrap=True)
