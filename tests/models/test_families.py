@@ -273,7 +273,13 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path: An
     assert lab.main(["--family", "bloom", "--lower", "eager", "--json", str(target)]) == 0
     out = capsys.readouterr()
     lines = out.out.strip().splitlines()
-    assert len(lines) == 4 and lines[2].startswith("| bloom")
+    assert lines[0] == "| family | attention | compile | export | left as they are |"
+    assert (
+        len(lines) == 3
+        and lines[2].startswith("| bloom")
+        and "| 4 of 4, " in lines[2]
+        and "| 2 of 2, " in lines[2]
+    )
     assert len(out.err.strip().splitlines()) >= 2, "progress is told per row"
     records = json.loads(target.read_text())
     assert [(r["door"], r["failure"]) for r in records] == [("compile", ""), ("export", "")]
