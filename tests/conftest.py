@@ -50,6 +50,14 @@ def fixed_seed() -> None:
     torch.manual_seed(137)
 
 
+@pytest.fixture(autouse=True)
+def grad_mode():
+    """Every test starts in grad mode: a traced model that raises may leave the process without."""
+    torch.set_grad_enabled(True)
+    yield
+    torch.set_grad_enabled(True)
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """(model, tokenizer) of the real SmolLM2 in fp32. Shared: a test must leave it as it was."""
