@@ -383,13 +383,8 @@ class QuantizedKV(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _dispatch(func, args, kwargs or {}, guard_views=not torch.compiler.is_compiling())
-
-
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], guard_views: bool) -> Any:
-    from .handle_ops import dispatch
-
-    return dispatch(func, args, kwargs, guard_views=guard_views)
+        guard_views = not torch.compiler.is_compiling()
+        return QuantizedKV.dispatch(func, args, kwargs or {}, guard_views=guard_views)
 
 
 def _one_format(format: str | Format) -> Format:
