@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "CalibrationError",
     "CapacityError",
     "CorruptStoreError",
     "DeviceError",
@@ -98,6 +99,10 @@ class UnsupportedWriteError(KVQError, NotImplementedError):
     """
 
     caches: frozenset[object] = frozenset()
+
+
+class CalibrationError(KVQError, ValueError):
+    """Scales or codebooks that had to be fitted beforehand are missing, left over, or do not fit."""
 
 
 class ImplementationError(KVQError, RuntimeError):

@@ -1,7 +1,7 @@
 """Formats as data: a table of rows by name, and the grammar of names that are not in it.
 
 A new format is one row (and a codec when its number system is new): operators, tests, reports and command line go through the
-table. What a row means for the planes of a store is in ``kvq_ops.layout``.
+table. How rows are made is in ``kvq_ops.rows``, what a row means for the planes of a store in ``kvq_ops.layout``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from . import rows
 from .errors import FormatError, UnknownFormatError, near_names
-from .layout import CODED, Format, Plane
+from .layout import Format, Plane
 
 __all__ = [
     "PAIRS",
@@ -22,6 +23,7 @@ __all__ = [
     "KVFormat",
     "Plane",
     "get_format",
+    "kv_names",
     "names",
     "parse_kv_format",
     "register_format",
@@ -38,111 +40,32 @@ class KVFormat:
     def __str__(self) -> str:
         if self.key == self.value:
             return self.key.name
+        (key, *key_tail), (value, *value_tail) = (row.name.split("+") for row in (self.key, self.value))
         for name, pair in PAIRS.items():
-            if (self.key.name, self.value.name) == pair:
-                return name
+            if (key, value) == pair and key_tail == value_tail:
+                return "+".join((name, *key_tail))
         return f"key={self.key.name},value={self.value.name}"
 
     @property
     def lossless(self) -> bool:
         return self.key.lossless and self.value.lossless
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether scales or codebooks have to be fitted before anything is stored."""
+        return self.key.calibrated or self.value.calibrated
+
+    @property
+    def calibratable(self) -> bool:
+        """Whether there is anything that calibration could fit."""
+        return bool(self.key.static_planes or self.value.static_planes)
+
+    def calibrated(self) -> KVFormat:
+        """The same with every scale that spans tokens calibrated beforehand (``+static``)."""
+        return KVFormat(*(_static(row) for row in (self.key, self.value)))
+
 
 # ---------------------------------------------------------------------------------------------------------- the table
-
-
-def _float8(name: str, element: torch.dtype, scale_axes: str, summary: str) -> Format:
-    return Format(
-        name,
-        "float8",
-        8,
-        (Plane("codes", "BHTD", torch.uint8), Plane("scale", scale_axes, torch.float32)),
-        group=0 if "T" in scale_axes else None,
-        element=element,
-        summary=summary,
-    )
-
-
-def _codes(bits: int) -> Plane:
-    """Packed codes along the channels."""
-    per, items = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1)}[bits]
-    return Plane("codes", "BHTD", torch.uint8, per=per, items=items)
-
-
-def _asymmetric(
-    name: str, bits: int, group: int, parameter: torch.dtype = torch.float16, tokens: int = 1
-) -> Format:
-    """Codes with scale and minimum for ``group`` channels (0: all) of ``tokens`` tokens."""
-    codes = _codes(bits)
-    channels = "all channels of a token" if group == 0 else f"{group} channels of a token"
-    where = channels if tokens == 1 else f"each channel over {tokens} tokens"
-    return Format(
-        name,
-        "integer",
-        bits,
-        (
-            codes,
-            Plane("scale", "BHTD", parameter, per=group, tokens=tokens),
-            Plane("minimum", "BHTD", parameter, per=group, tokens=tokens),
-        ),
-        group=group,
-        pack=codes.per,
-        token_group=tokens,
-        summary=f"{bits}-bit codes, {str(parameter)[6:]} scale and minimum for {where}",
-    )
-
-
-def _with_outliers(base: Format, percent: float) -> Format:
-    """``base`` with the ``percent`` % of each vector that lie farthest out kept exactly."""
-    planes = (
-        *base.planes[:-1],
-        Plane("outlier_index", "BHTD", torch.int16, per=0),
-        Plane("outlier_value", "BHTD", None, per=0),
-    )
-    name = f"{base.name}+outlier{percent:g}%"
-    return replace(
-        base,
-        name=name,
-        planes=planes,
-        outliers=percent,
-        summary=f"{base.summary}; {percent:g}% outliers exact",
-    )
-
-
-def _with_rotation(base: Format) -> Format:
-    return replace(
-        base,
-        name=f"{base.name}+hadamard",
-        rotation="hadamard",
-        summary=f"{base.summary}; rotated before coding",
-    )
-
-
-def _with_exact(base: Format, name: str, recent: int, sinks: int) -> Format:
-    """``base`` for tokens between the first ``sinks`` and the newest ``recent``, which are exact."""
-    planes = [*base.planes[:-1], Plane("recent", "BHND", None, size=recent + base.token_group), CODED]
-    if sinks:
-        planes.append(Plane("sinks", "BHND", None, size=sinks))
-    exact = [f"the newest {recent}" if recent else "", f"the first {sinks}" if sinks else ""]
-    kept = " and ".join(part for part in exact if part) or "those of the unfinished group"
-    return replace(
-        base,
-        name=name,
-        planes=tuple(planes),
-        base=base,
-        recent=recent,
-        sinks=sinks,
-        summary=f"{base.summary}; tokens kept exact: {kept}",
-    )
-
-
-def _kivi(bits: int, recent: int = 128, group: int = 32) -> tuple[Format, Format]:
-    """KIVI: keys per channel over groups of tokens, values per token over groups of channels, the newest exact."""
-    keys = _with_exact(
-        _asymmetric(f"int{bits}_channel{group}", bits, 1, tokens=group), f"kivi{bits}_keys", recent, 0
-    )
-    values = _with_exact(_asymmetric(f"int{bits}_group{group}", bits, group), f"kivi{bits}_values", recent, 0)
-    return keys, values
 
 
 _TABLE: dict[str, Format] = {}
@@ -168,19 +91,20 @@ def register_format(row: Format, *, listed: bool = True) -> Format:
     return row
 
 
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
 @functools.cache
 def get_format(name: str) -> Format:
     """The row called ``name``; ``UnknownFormatError`` names the nearest ones.
 
     Besides the listed names these are understood:
 
-    * ``int<2|3|4>_group<G>`` for any ``G`` that is a multiple of 8 up to 1024, ``int<2|3|4>_per_token_head``, each also with the
-      suffix ``_bf16``, which keeps scale and minimum in bfloat16 for caches with values beyond 65504;
+    * ``int<2|3|4|8>_<per_tensor|per_head|per_token_head|group<G>|per_channel|channel<G>>``: one scale for the tensor, each
+      head, each token and head, ``G`` channels of a token (a multiple of 8 up to 1024), or each channel over 32 or ``G``
+      tokens; then ``_sym`` (a scale alone; the default of 8 bits) or ``_asym`` (scale and minimum; the default of fewer); then,
+      except per tensor and head, ``_fp16``, ``_bf16`` or ``_fp32`` for what scale and minimum are stored as: bf16 for caches
+      with values beyond 65504;
     * modifiers, in any order and each once: ``+recentR`` (the newest ``R`` tokens exact), ``+sinkS`` (the first ``S`` tokens
-      exact), ``+hadamard`` (rotated before coding), ``+outlierP%`` (``P`` percent of each vector exact).
+      exact), ``+hadamard`` (rotated before coding), ``+outlierP%`` (``P`` percent of each vector exact), ``+static`` (scales
+      that span tokens are calibrated beforehand instead of fitted to the first tokens).
     """
     if name in _TABLE:
         return _TABLE[name]
@@ -197,23 +121,52 @@ def get_format(name: str) -> Format:
     return _modified(row, modifiers, name) if modifiers else row
 
 
+_INTEGER = re.compile(
+    r"int(?P<bits>[2348])_"
+    r"(?P<where>per_tensor|per_head|per_token_head|per_channel|channel(?P<tokens>[1-9]\d*)|group(?P<group>[1-9]\d*))"
+    r"(?P<kind>_sym|_asym)?(?P<parameter>_fp16|_bf16|_fp32)?"
+)
+_PARAMETERS = {"_fp16": torch.float16, "_bf16": torch.bfloat16, "_fp32": torch.float32}
+
+
 def _plain_format(base: str, asked: str) -> Format:
-    if base in _TABLE:
-        return _TABLE[base]
-    if match := re.fullmatch(r"int([234])_(?:group([1-9]\d*)|per_token_head)(_bf16)?", base):
-        bits, group = int(match[1]), int(match[2] or 0)
-        if group == 0 or (8 <= group <= 1024 and group % 8 == 0):
-            return _asymmetric(base, bits, group, torch.bfloat16 if match[3] else torch.float16)
-    raise UnknownFormatError(
-        "a format by name",
-        got=repr(asked),
-        allowed=near_names(base, [*_TABLE, *PAIRS]),
-        do="kvq_ops.formats.names() lists all of them",
-    )
+    row = _TABLE.get(base) or _integer_format(base)
+    if row is None:
+        raise UnknownFormatError(
+            "a format by name",
+            got=repr(asked),
+            allowed=near_names(base, [*_TABLE, *PAIRS]),
+            do="kvq_ops.formats.kv_names() lists all of them",
+        )
+    return row
+
+
+def _integer_format(base: str) -> Format | None:
+    match = _INTEGER.fullmatch(base)
+    if match is None:
+        return None
+    bits, where = int(match["bits"]), match["where"]
+    symmetric = match["kind"] == "_sym" or (match["kind"] is None and bits == 8)
+    if where in ("per_tensor", "per_head"):
+        if match["parameter"]:
+            return None
+        return rows.integer(base, bits, symmetric=symmetric, group=None, per_head=where == "per_head")
+    wide = symmetric and bits == 8 and "group" not in where
+    parameter = _PARAMETERS[match["parameter"] or ("_fp32" if wide else "_fp16")]
+    if "channel" in where:
+        tokens = int(match["tokens"] or 32)
+        if not 2 <= tokens <= 1024:
+            return None
+        row = rows.integer(base, bits, symmetric=symmetric, group=1, tokens=tokens, parameter=parameter)
+        return rows.with_exact(replace(row, name=f"{base}.codes"), base, 0, 0)
+    group = int(match["group"] or 0)
+    if group and not (8 <= group <= 1024 and group % 8 == 0):
+        return None
+    return rows.integer(base, bits, symmetric=symmetric, group=group, parameter=parameter)
 
 
 _MODIFIER = re.compile(
-    r"recent(?P<recent>\d+)|sink(?P<sink>\d+)|(?P<hadamard>hadamard)|outlier(?P<outlier>\d+(?:\.\d+)?)%"
+    r"recent(?P<recent>\d+)|sink(?P<sink>\d+)|(?P<hadamard>hadamard)|(?P<static>static)|outlier(?P<outlier>\d+(?:\.\d+)?)%"
 )
 
 
@@ -226,7 +179,7 @@ def _modified(row: Format, modifiers: Sequence[str], asked: str) -> Format:
             raise FormatError(
                 f"the modifiers of format {asked!r}",
                 got=f"+{modifier}" + (" twice" if kind else ""),
-                allowed="+recentR, +sinkS, +hadamard, +outlierP%, each once",
+                allowed="+recentR, +sinkS, +hadamard, +outlierP%, +static, each once",
             )
         given[kind] = match[kind]
     if row.lossless:
@@ -239,22 +192,43 @@ def _modified(row: Format, modifiers: Sequence[str], asked: str) -> Format:
     recent, sinks = int(given.get("recent", row.recent)), int(given.get("sink", row.sinks))
     exact = row.base is not None or "recent" in given or "sink" in given
     row = row.base or row
+    if "static" in given:
+        if not row.static_planes:
+            raise FormatError(
+                f"calibrated scales of format {asked!r}",
+                got="a format whose scales are computed for each token, or group of them",
+                allowed="a format with a scale for the tensor or each head",
+                do="leave +static out: nothing in this format has to be calibrated",
+            )
+        row = rows.with_static(row)
     if "hadamard" in given:
-        row = _with_rotation(row)
+        if row.rotation:
+            raise FormatError(
+                f"the modifiers of format {asked!r}", got="+hadamard", allowed="none: it rotates by itself"
+            )
+        row = rows.with_rotation(row)
     if "outlier" in given:
         percent = float(given["outlier"])
-        if not 0 < percent <= 50 or row.token_group > 1:
-            raise FormatError(
-                f"outliers of format {asked!r}",
-                got=f"{percent:g}%",
-                allowed="0 < P <= 50, on a format per token",
-            )
-        row = _with_outliers(row, percent)
-    return _with_exact(row, asked, recent, sinks) if exact else replace(row, name=asked)
+        if not 0 < percent <= 50:
+            raise FormatError(f"outliers of format {asked!r}", got=f"{percent:g}%", allowed="0 < P <= 50")
+        row = rows.with_outliers(row, percent)
+    return rows.with_exact(row, asked, recent, sinks) if exact else replace(row, name=asked)
+
+
+def _static(row: Format) -> Format:
+    """``row`` with ``+static``, where that means anything and is not so already."""
+    base = row.base or row
+    return row if base.calibrated or not base.static_planes else get_format(f"{row.name}+static")
 
 
 PAIRS: dict[str, tuple[str, str]] = {}
 """Names that mean different formats for keys and for values."""
+
+
+def _integer(name: str) -> Format:
+    row = _integer_format(name)
+    assert row is not None
+    return row
 
 
 for _row in (
@@ -266,20 +240,19 @@ for _row in (
         summary="not quantized: the dtype of the model, through the same path",
         lossless=True,
     ),
-    Format(
-        "int8_per_token_head",
-        "integer",
-        8,
-        (Plane("codes", "BHTD", torch.int8), Plane("scale", "BHT", torch.float32)),
-        group=0,
-        summary="int8, one fp32 scale for each token and head",
-    ),
-    _float8("fp8_per_token_head", _E4M3, "BHT", "e4m3, one fp32 scale for each token and head"),
-    _float8("fp8_per_head", _E4M3, "H", "e4m3, one fp32 scale for each head"),
-    _float8("fp8_e4m3", _E4M3, "1", "e4m3, one fp32 scale for the whole tensor"),
-    _float8("fp8_e5m2", _E5M2, "1", "e5m2, one fp32 scale for the whole tensor"),
-    _asymmetric("int4_group32", 4, 32),
-    _asymmetric("int4_group64", 4, 64),
+    _integer("int8_per_token_head"),
+    rows.float8("fp8_per_token_head", rows.E4M3, "BHT", "e4m3, one fp32 scale for each token and head"),
+    rows.float8("fp8_per_head", rows.E4M3, "H", "e4m3, one fp32 scale for each head"),
+    rows.float8("fp8_e4m3", rows.E4M3, "1", "e4m3, one fp32 scale for the whole tensor"),
+    rows.float8("fp8_e5m2", rows.E5M2, "1", "e5m2, one fp32 scale for the whole tensor"),
+    _integer("int8_per_channel"),
+    _integer("int4_group32"),
+    _integer("int4_group64"),
+    _integer("int4_per_token_head"),
+    _integer("int3_group32"),
+    _integer("int2_group32"),
+    *rows.kivi(4),
+    *rows.kivi(2),
     Format(
         "nvfp4",
         "block_scaled",
@@ -293,30 +266,6 @@ for _row in (
         pack=2,
         summary="e2m1 codes, e4m3 scale for 16 channels, one fp32 scale for the tensor",
     ),
-):
-    register_format(_row)
-
-for _row in (
-    _with_exact(
-        Format(
-            "int8_channel32",
-            "integer",
-            8,
-            (
-                Plane("codes", "BHTD", torch.int8),
-                Plane("scale", "BHTD", torch.float32, tokens=32),
-            ),
-            group=1,
-            token_group=32,
-            summary="int8, one fp32 scale for each channel over 32 tokens",
-        ),
-        "int8_per_channel",
-        0,
-        0,
-    ),
-    _asymmetric("int4_per_token_head", 4, 0),
-    _asymmetric("int3_group32", 3, 32),
-    _asymmetric("int2_group32", 2, 32),
     Format(
         "mxfp4",
         "block_scaled",
@@ -332,21 +281,31 @@ for _row in (
         8,
         (Plane("codes", "BHTD", torch.uint8), Plane("exponent", "BHTD", torch.uint8, per=32)),
         group=32,
-        element=_E4M3,
+        element=rows.E4M3,
         summary="e4m3 codes, a power of two for 32 channels (OCP MX)",
     ),
-    *_kivi(4),
-    *_kivi(2),
+    *rows.nuq(4),
+    *rows.nuq(3),
+    *rows.nuq(2),
+    rows.turbo(4),
+    rows.turbo(3),
+    rows.turbo(2),
 ):
-    register_format(_row, listed=False)
+    register_format(_row)
 
-for _bits in (4, 2):
-    PAIRS[f"kivi{_bits}"] = (f"kivi{_bits}_keys", f"kivi{_bits}_values")
+for _name in ("kivi4", "kivi2", "nuq4", "nuq3", "nuq2"):
+    PAIRS[_name] = (f"{_name}_keys", f"{_name}_values")
 
 
 def names() -> tuple[str, ...]:
-    """All listed format names; ``none`` comes first."""
+    """All listed formats of keys or of values; ``none`` comes first."""
     return tuple(name for name in _TABLE if name not in _UNLISTED)
+
+
+def kv_names() -> tuple[str, ...]:
+    """What can be typed for a cache: as :func:`names`, with one name where keys and values differ by definition."""
+    of_side = {side: pair for pair, sides in PAIRS.items() for side in sides}
+    return tuple(dict.fromkeys(of_side.get(name, name) for name in names()))
 
 
 def parse_kv_format(spec: str | Format | KVFormat) -> KVFormat:
@@ -364,7 +323,7 @@ def parse_kv_format(spec: str | Format | KVFormat) -> KVFormat:
             "a format",
             got=f"{spec!r} of type {type(spec).__name__}",
             allowed="a string such as 'int8_per_token_head' or 'key=fp8_e4m3,value=int4_group32'",
-            do="kvq_ops.formats.names() lists the names",
+            do="kvq_ops.formats.kv_names() lists the names",
         )
     if "=" not in spec:
         base, *modifiers = spec.strip().split("+")
@@ -379,7 +338,7 @@ def parse_kv_format(spec: str | Format | KVFormat) -> KVFormat:
             "formats of keys and values",
             got=repr(spec),
             allowed="'key=NAME,value=NAME', each side once",
-            do="name both sides, or give a single name for both; kvq_ops.formats.names() lists the names",
+            do="name both sides, or give a single name for both; kvq_ops.formats.kv_names() lists the names",
         )
     sides = {
         side: "+".join([PAIRS.get(name.split("+")[0], (name.split("+")[0],) * 2)[i], *name.split("+")[1:]])

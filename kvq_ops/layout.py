@@ -3,7 +3,8 @@
 A *store* is a list of plain tensors, the *planes* of one cache, in the order of ``Format.planes``. Four kinds of plane:
 
 * per token: its third axis is the token, or a group of tokens, so that appending writes a slice of it (codes, scales, ...);
-* static: one value for the whole cache or for each head, fixed at the first write (``scale``, ``decode_scale``);
+* static: values for the whole cache, for each head or for each channel, fixed at the first write or calibrated beforehand
+  (``scale``, ``decode_scale``, ``codebook``, ...); they are set where the first of them is not zero;
 * of a window: exact tokens (``recent``, ``sinks``) and how many tokens are coded (``coded``), see ``kvq_ops.window``;
 * ``length``: int64 ``[B]``, the number of tokens each row holds; always the last plane.
 
@@ -82,7 +83,8 @@ class Format:
         pack: head_dim must be a multiple of this.
         summary: one line for tables.
         token_group: tokens that share a scale; such a group is coded once it is whole.
-        rotation: ``"hadamard"`` when vectors are rotated before they are coded.
+        rotation: ``"hadamard"`` or ``"random_hadamard"`` when vectors are rotated before they are coded.
+        calibrated: static planes are set beforehand, never fitted at a write, and stay when the cache is emptied.
         outliers: percent of each vector that is kept exactly, as index and value.
         base: for a format with exact tokens, how the other tokens are coded.
         recent: the newest tokens that are exact, at least.
@@ -100,6 +102,7 @@ class Format:
     lossless: bool = False
     token_group: int = 1
     rotation: str = ""
+    calibrated: bool = False
     outliers: float = 0.0
     base: Format | None = None
     recent: int = 0
@@ -205,15 +208,19 @@ class Format:
         shapes = self.plane_shapes(batch, heads, tokens, head_dim)
         return sum(math.prod(s) * d.itemsize for s, d in zip(shapes, self.plane_dtypes(dtype), strict=True))
 
-    def bits_per_value(self, head_dim: int, dtype: torch.dtype = torch.float32) -> float:
-        """Stored bits of one cached number, scales included, in the limit of many tokens."""
+    def bits_per_value(self, head_dim: int, dtype: torch.dtype = torch.float32, heads: int = 8) -> float:
+        """Stored bits of one cached number, scales included, in the limit of many tokens.
+
+        Args:
+            heads: kv heads, which share what is stored once for a token.
+        """
         self.check_head_dim(head_dim)
         bits = 0.0
-        shapes = self.plane_shapes(1, 1, 1, head_dim)
+        shapes = self.plane_shapes(1, heads, 1, head_dim)
         for plane, shape, kind in zip(self.planes, shapes, self.plane_dtypes(dtype), strict=True):
             if plane.per_token:
                 bits += 8 * kind.itemsize * math.prod(shape) / plane.tokens
-        return bits / head_dim
+        return bits / (head_dim * heads)
 
     def logical_shape(self, store: Sequence[torch.Tensor]) -> tuple[int, int, int, int]:
         """``(B, H, T, D)`` of a store, from the shape of its codes."""

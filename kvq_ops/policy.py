@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .errors import FormatError
+from torch import Tensor
+
+from .calibration import Calibration
+from .errors import CalibrationError, FormatError
 from .formats import Format, KVFormat, parse_kv_format
 
 __all__ = ["Policy"]
@@ -27,11 +30,13 @@ class Policy:
         default: for layers that nothing else speaks of.
         layers: exceptions, the first match wins.
         skip: layers that stay dense.
+        calibration: scales and codebooks fitted beforehand; formats with scales that span tokens then use them (``+static``).
     """
 
     default: KVFormat
     layers: tuple[tuple[Which, KVFormat], ...] = ()
     skip: tuple[Which, ...] = field(default=())
+    calibration: Calibration | None = field(default=None, compare=False)
 
     @staticmethod
     def of(
@@ -39,6 +44,7 @@ class Policy:
         *,
         layers: Mapping[Which, str | Format | KVFormat] | None = None,
         skip: Sequence[Which] | Which = (),
+        calibration: Calibration | None = None,
     ) -> Policy:
         """A policy from what users write.
 
@@ -46,9 +52,11 @@ class Policy:
             format: the default, or a policy, whose exceptions come after the ones given here.
             layers: ``{3: "int8_per_token_head", "sliding_attention": "int4_group32"}``.
             skip: indices, name patterns or layer types to leave alone.
+            calibration: what was fitted beforehand, by layer; instead of the policy's own, if ``format`` is one.
 
         Raises:
             FormatError, UnknownFormatError: on names that are no formats and keys that are no layers.
+            CalibrationError: there is a calibration, and no format that could use one.
         """
         base = format if isinstance(format, Policy) else Policy(parse_kv_format(format))
         left = (skip,) if isinstance(skip, (int, str)) else tuple(skip)
@@ -60,7 +68,17 @@ class Policy:
                     got=repr(which),
                     allowed="an index, a name pattern, or a layer type",
                 )
-        return Policy(base.default, exceptions + base.layers, left + base.skip)
+        calibration = base.calibration if calibration is None else calibration
+        result = Policy(base.default, exceptions + base.layers, left + base.skip, calibration)
+        formats = [base.default, *(pair for _, pair in result.layers)]
+        if calibration is not None and not any(pair.calibratable for pair in formats):
+            raise CalibrationError(
+                "calibration=",
+                got=f"formats that have nothing to calibrate: {', '.join(dict.fromkeys(map(str, formats)))}",
+                allowed="formats with scales that span tokens, such as fp8_e4m3, fp8_per_head, nvfp4 or nuq4",
+                do="leave calibration= out: these formats compute their scales from each token",
+            )
+        return result
 
     def choose(
         self,
@@ -80,10 +98,25 @@ class Policy:
         names = (name,) if isinstance(name, str) else tuple(name)
         if any(_matches(which, index, names, kind, count) for which in self.skip):
             return None
-        for which, format in self.layers:
-            if _matches(which, index, names, kind, count):
-                return format
-        return self.default
+        chosen = next(
+            (f for which, f in self.layers if _matches(which, index, names, kind, count)), self.default
+        )
+        return chosen if self.calibration is None else chosen.calibrated()
+
+    def static(self, layer: int, side: str, format: Format, shape: Sequence[int]) -> dict[str, Tensor] | None:
+        """Calibrated planes for the ``"key"`` or ``"value"`` cache ``[B, H, T, D]`` of a layer; ``None`` if it needs none.
+
+        Raises:
+            CalibrationError: it needs some and there are none, or they do not fit.
+        """
+        if not format.calibrated:
+            return None
+        return (self.calibration or Calibration()).static(layer, side, format, shape)
+
+    def check_layers(self, count: int) -> None:
+        """Raise ``CalibrationError`` if the calibration speaks of layers beyond ``count``."""
+        if self.calibration is not None:
+            self.calibration.check_layers(count)
 
     def check(self, layers: Sequence[tuple[int, Sequence[str], str | None]], count: int) -> None:
         """Raise ``FormatError`` if an exception speaks of none of ``layers``, each with its index, names and type.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .codecs import decode, encode
+from .codecs.rotation import rotate, unrotate
 from .formats import Format
 from .window import append_window_, decode_window
 
@@ -41,7 +42,7 @@ def append_(store: Sequence[Tensor], position: Tensor, x: Tensor, fmt: Format) -
         start = (position if position.dim() == 2 else position.unsqueeze(0))[:, 0]
         append_window_(store, start.expand(x.shape[0]), x, fmt)
         return
-    token, static = encode(x, fmt, store)
+    token, static = encode(x, fmt, store, position)
     rows = None
     if position.dim() == 2:
         rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
@@ -61,9 +62,13 @@ def _write_tokens(plane: Tensor, rows: Tensor | None, position: Tensor, new: Ten
         plane.transpose(1, 2)[rows, position] = new.transpose(1, 2)
 
 
-def decode_store(store: Sequence[Tensor], fmt: Format) -> Tensor:
-    """A store as fp32 (or its own dtype, when lossless) ``[B, H, T, D]``, exact tokens in their places."""
-    return decode_window(store, fmt) if fmt.windowed else decode(store, fmt)
+def decode_store(store: Sequence[Tensor], fmt: Format, *, rotated: bool = False) -> Tensor:
+    """A store as fp32 (or its own dtype, when lossless) ``[B, H, T, D]``, exact tokens in their places.
+
+    Args:
+        rotated: leave vectors in the space in which the format codes them.
+    """
+    return (decode_window if fmt.windowed else decode)(store, fmt, rotated=rotated)
 
 
 def attention(
@@ -100,10 +105,15 @@ def attention(
     if mask is not None and mask.shape[-1] != 1:
         mask = mask[..., :used]
     length = key_store[-1] if use_length else None
-    key = decode_store(key_store, key_format).to(compute)
-    value = decode_store(value_store, value_format).to(compute)
+    # Rotating the query and the output is cheaper than rotating every key and value back. The oracle takes the long way.
+    fold_key = folds_rotation(key_format) and compute is not torch.float64
+    fold_value = folds_rotation(value_format) and compute is not torch.float64
+    key = decode_store(key_store, key_format, rotated=fold_key).to(compute)
+    value = decode_store(value_store, value_format, rotated=fold_value).to(compute)
     out_dtype = query.dtype if compute is not torch.float64 else compute
     query = query.to(compute)
+    if fold_key:
+        query = rotate(query, key_format.rotation)
     if sinks is not None:
         sinks = sinks.to(compute)
 
@@ -117,7 +127,13 @@ def attention(
         parts.append(_attend(query[:, :, start:stop], key, value, allowed, bias, scale, softcap, sinks))
     if not parts:
         return query.new_empty((*query.shape[:3], value.shape[-1]), dtype=out_dtype)
-    return torch.cat(parts, 2).to(out_dtype) if len(parts) > 1 else parts[0].to(out_dtype)
+    out = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+    return (unrotate(out, value_format.rotation) if fold_value else out).to(out_dtype)
+
+
+def folds_rotation(fmt: Format) -> bool:
+    """Whether attention may work in the rotated space: not where each key is turned by its position after that."""
+    return bool(fmt.rotation) and "position" not in fmt._index
 
 
 def _tokens_in_reach(tokens: int, length: Tensor, mask: Tensor | None, use_length: bool) -> int:

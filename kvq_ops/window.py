@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .codecs import decode, encode
+from .codecs.rotation import rotate
 from .formats import Format
 
 __all__ = ["append_window_", "decode_window", "roll_back_"]
@@ -66,7 +67,9 @@ def _code_aged(store: Sequence[Tensor], start: Tensor, end: Tensor, x: Tensor, f
     arriving = _take(x, (token - start.unsqueeze(1)).clamp(0, count - 1))
     values = torch.where(waits, _take(ring, token % fmt.window), arriving)
     values = torch.where(aged[:, None, :, None], values, torch.nan)
-    encoded, static = encode(values, base, base_store)
+    if base.static_planes and not base.calibrated:
+        _fit_scales(base_store, start, torch.where(aged.any(), end, start), ring, coded, x, fmt)
+    encoded, static = encode(values, base, base_store, token)
     for plane, tensor, new, kept in zip(base.planes, base_store, encoded, static, strict=True):
         if kept is not None:
             tensor.copy_(kept)
@@ -77,6 +80,30 @@ def _code_aged(store: Sequence[Tensor], start: Tensor, end: Tensor, x: Tensor, f
     coded.copy_(target)
 
 
+def _fit_scales(
+    store: list[Tensor], start: Tensor, end: Tensor, ring: Tensor, coded: Tensor, x: Tensor, fmt: Format
+) -> None:
+    """Fit scales that span tokens and are unset to all tokens up to ``end`` that are known by the time the first is coded.
+
+    The first alone says little of the others: it is often one of a kind.
+    """
+    assert fmt.base is not None
+    marker = store[fmt.base.static_planes[0]]
+    if marker.device.type == "cpu" and bool((marker != 0).all() | (end == start).all()):
+        return
+    count = x.shape[2]
+    token = coded.unsqueeze(1) + torch.arange(fmt.window + count, device=x.device)
+    arriving = _take(x, (token - start.unsqueeze(1)).clamp(0, count - 1))
+    waits = (token < start.unsqueeze(1))[:, None, :, None]
+    values = torch.where(waits, _take(ring, token % fmt.window), arriving)
+    known = (token < end.unsqueeze(1)) & (end != start).any()
+    static = encode(torch.where(known[:, None, :, None], values, torch.nan), fmt.base, store, token)[1]
+    for i in fmt.base.static_planes:
+        plane = static[i]
+        assert plane is not None
+        store[i].copy_(plane)
+
+
 def _keep(ring: Tensor, first: Tensor, start: Tensor, end: Tensor, x: Tensor) -> None:
     """Write into ``ring`` the tokens from ``first`` that lie in ``start..end``; ``x`` begins at ``start``. All ``[B]``."""
     token = first.unsqueeze(1) + torch.arange(min(x.shape[2], ring.shape[2]), device=x.device)
@@ -85,29 +112,34 @@ def _keep(ring: Tensor, first: Tensor, start: Tensor, end: Tensor, x: Tensor) ->
     _replace(ring, token % ring.shape[2], values.to(ring.dtype), inside)
 
 
-def decode_window(store: Sequence[Tensor], fmt: Format) -> Tensor:
-    """Decode to fp32 ``[B, H, T, D]``, exact tokens in their places.
+def decode_window(store: Sequence[Tensor], fmt: Format, *, rotated: bool = False) -> Tensor:
+    """Decode to fp32 ``[B, H, T, D]``, exact tokens in their places; ``rotated`` as for ``kvq_ops.codecs.decode``.
 
     Exact tokens keep what is not finite until they are coded, so that codes do not depend on when that is; here NaN reads as
     zero and an infinity as the largest number of its dtype.
     """
     assert fmt.base is not None
-    dense = decode(_base(store, fmt), fmt.base)
+    dense = decode(_base(store, fmt), fmt.base, rotated=rotated)
     tokens = dense.shape[2]
     if tokens == 0:
         return dense
     ring, coded, length = store[fmt.index("recent")], store[fmt.index("coded")], store[-1]
+
+    def exact(values: Tensor) -> Tensor:
+        values = torch.nan_to_num(values).to(dense.dtype)
+        return rotate(values, fmt.rotation) if rotated and fmt.rotation else values
+
     # Codes beyond the count are leftovers of a roll-back, or empty.
     beyond = torch.arange(tokens, device=dense.device) >= coded.unsqueeze(1)
     dense = dense.masked_fill(beyond[:, None, :, None], 0.0)
     token = coded.unsqueeze(1) + torch.arange(min(fmt.window, tokens), device=dense.device)
-    values = torch.nan_to_num(_take(ring, token % fmt.window)).to(dense.dtype)
+    values = exact(_take(ring, token % fmt.window))
     _replace(dense, token % tokens, values, (token < length.unsqueeze(1)) & (token < tokens))
     if fmt.sinks:
         sinks = store[fmt.index("sinks")][:, :, :tokens]
         held = (torch.arange(sinks.shape[2], device=dense.device) < length.unsqueeze(1))[:, None, :, None]
         first = dense[:, :, : sinks.shape[2]]
-        first.copy_(torch.where(held, torch.nan_to_num(sinks).to(dense.dtype), first))
+        first.copy_(torch.where(held, exact(sinks), first))
     return dense
 
 

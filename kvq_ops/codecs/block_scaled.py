@@ -1,9 +1,12 @@
 """4-bit floats in small blocks, each with a float8 scale (NVFP4).
 
 e2m1 codes 0..7 are the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign. For each 16 channels
-``sf = e4m3(amax / (6 g))`` and ``q = e2m1(x / (sf g))``, zero where ``sf`` is zero; ``x' = q sf g``. ``g`` is the
-``decode_scale`` of the tensor (what a reader multiplies by, not its reciprocal); unless it was set beforehand it is fitted
-to the first tokens that are not all zero: ``g = amax / (448 * 6)``.
+``sf = e4m3(amax / (6 g))`` and ``q = e2m1(x / (sf g))``; ``x' = q sf g``. ``g`` is the ``decode_scale`` of the tensor (what a
+reader multiplies by, not its reciprocal); unless it was set beforehand it is fitted to the first tokens that are not all zero:
+``g = amax / (448 * 6)``.
+
+Where ``amax / (6 g)`` rounds to zero, at ``2^-10`` or below, the block would be erased. It takes the smallest scale ``2^-9``
+instead, as long as anything in it is nearest to a value other than zero then: half a step of that scale is ``2^-11 g``.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from .numeric import SMALLEST_AMAX, divide, finite_or_zero, grouped, nan_to_zero
 from .packing import pack, unpack
 
 LARGEST_SCALE, LARGEST_CODE = 448.0, 6.0
+_SMALLEST_SCALE = 2.0**-9
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -56,7 +60,9 @@ def encode(x: Tensor, fmt: Format, static: Mapping[str, Tensor]) -> dict[str, Te
         return _encode_mx(x, fmt)
     g = static["decode_scale"]
     amax = grouped(finite_or_zero(x).abs(), fmt.group).amax(-1)
-    scale = safe_divide(amax, LARGEST_CODE * g).clamp_max(LARGEST_SCALE).to(torch.float8_e4m3fn)
+    ratio = safe_divide(amax, LARGEST_CODE * g).clamp_max(LARGEST_SCALE)
+    ratio = torch.where(safe_divide(amax, g) > _SMALLEST_SCALE / 4, ratio.clamp_min(_SMALLEST_SCALE), ratio)
+    scale = ratio.to(torch.float8_e4m3fn)
     wide = spread(scale.float() * g, fmt.group, x.shape[-1])
     return {
         "codes": pack(e2m1_codes(safe_divide(nan_to_zero(x), wide)), 4),
