@@ -5,13 +5,8 @@ All of these move codes; none decodes anything.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
-import tempfile
-import zipfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +14,7 @@ from torch import Tensor
 
 from .axes import check_axes
 from .errors import CapacityError, CorruptStoreError, KVQError, ShapeError, UnsupportedWriteError
+from .files import read_file, unreadable, write_file
 from .formats import get_format
 from .handle import QuantizedKV, check_cache_dtype
 from .window import roll_back_
@@ -147,18 +143,7 @@ def save(handles: Sequence[QuantizedKV], path: str | os.PathLike[str]) -> None:
                 "store": [plane.detach().clone() for plane in handle.store],
             }
         )
-    target = Path(path)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save({"kind": _MAGIC, "version": _VERSION, "caches": entries}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    write_file(path, _MAGIC, _VERSION, {"caches": entries})
 
 
 def load(path: str | os.PathLike[str], *, map_location: Any = None) -> list[QuantizedKV]:
@@ -168,31 +153,13 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None) -> list[Quan
         CorruptStoreError: the file is damaged, cut off, of another kind or version, or names an unknown format.
         FileNotFoundError: there is no such file.
     """
-    with open(path, "rb") as file:
-        try:
-            content = torch.load(file, map_location=map_location, weights_only=True)
-        except (
-            RuntimeError,
-            pickle.UnpicklingError,
-            EOFError,
-            zipfile.BadZipFile,
-            ValueError,
-            KeyError,
-            OSError,
-        ) as error:
-            raise _unreadable(
-                path, "no file that torch.save wrote, or one that is damaged or cut off"
-            ) from error
-    if not isinstance(content, dict) or content.get("kind") != _MAGIC:
-        raise _unreadable(path, "a file of another kind")
-    if content.get("version") != _VERSION:
-        raise _unreadable(path, f"version {content.get('version')!r}, while this is version {_VERSION}")
+    content = read_file(path, _MAGIC, _VERSION, "caches", map_location=map_location)
     try:
         return [_restore(entry) for entry in content["caches"]]
     except (KVQError, KeyError, TypeError, AttributeError) as error:
         reason = error.got if isinstance(error, KVQError) and error.got else str(error)
         asked = error.asked if isinstance(error, KVQError) else type(error).__name__
-        raise _unreadable(path, f"{asked}: {reason}") from error
+        raise unreadable(path, "caches", f"{asked}: {reason}") from error
 
 
 def _restore(entry: dict[str, Any]) -> QuantizedKV:
@@ -231,12 +198,3 @@ def _restore(entry: dict[str, Any]) -> QuantizedKV:
     if not set(axes.replace("1", "")) <= set(entry["order"]) <= set("bhtd"):
         raise CorruptStoreError("the memory order of a stored cache", got=repr(entry["order"]))
     return QuantizedKV(store, row.name, axes, dtype, order=entry["order"])
-
-
-def _unreadable(path: str | os.PathLike[str], reason: str) -> CorruptStoreError:
-    return CorruptStoreError(
-        f"load of caches from {os.fspath(path)!r}",
-        got=reason,
-        allowed="a whole file that kvq_ops.cache.save wrote, with formats that are known here",
-        do="save again, or register the format before loading",
-    )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from torch._compile import _disable_dynamo
 
 from . import ops  # noqa: F401  registers the operators
 from .axes import CANONICAL, arrange, canonical_shape, check_axes, compact_strides, dense_shape, to_canonical
+from .calibration import check_static
 from .decoded import make_wrapper
 from .errors import (
+    CalibrationError,
     CorruptStoreError,
     DtypeError,
     FormatError,
@@ -128,12 +130,14 @@ class QuantizedKV(torch.Tensor):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         axes: str = CANONICAL,
+        static: Mapping[str, Tensor] | None = None,
     ) -> QuantizedKV:
         """An empty cache that reads as zeros.
 
         Args:
             shape: of the dense cache, in the order of ``axes``.
             dtype: dtype that reads give and writes must have.
+            static: what was calibrated for it, see :meth:`calibrate_`.
 
         Raises:
             UnknownFormatError, HeadDimError, FormatError: before anything is allocated.
@@ -142,7 +146,8 @@ class QuantizedKV(torch.Tensor):
         check_axes(axes, len(shape))
         check_cache_dtype(dtype)
         store = row.empty_store(*canonical_shape(shape, axes), dtype=dtype, device=device)
-        return cls(store, row.name, axes, dtype)
+        handle = cls(store, row.name, axes, dtype)
+        return handle if static is None else handle.calibrate_(static)
 
     @classmethod
     def from_dense(
@@ -152,17 +157,19 @@ class QuantizedKV(torch.Tensor):
         *,
         axes: str = CANONICAL,
         length: int | Tensor | None = None,
+        static: Mapping[str, Tensor] | None = None,
     ) -> QuantizedKV:
         """A cache holding ``x``.
 
         Args:
             x: the dense cache, in the order of ``axes``.
             length: tokens that are filled, for all rows or ``[B]``; the rest of ``x`` is not coded. Default: all.
+            static: what was calibrated for it, see :meth:`calibrate_`.
         """
         row = _one_format(format)
         check_axes(axes, x.dim())
         check_cache_dtype(x.dtype)
-        handle = cls.empty(x.shape, row, dtype=x.dtype, device=x.device, axes=axes)
+        handle = cls.empty(x.shape, row, dtype=x.dtype, device=x.device, axes=axes, static=static)
         x = x.dequantize() if isinstance(x, QuantizedKV) else x
         dense = to_canonical(x.detach(), axes)
         batch, _, tokens, _ = dense.shape
@@ -188,7 +195,40 @@ class QuantizedKV(torch.Tensor):
         dense = dense.masked_fill(~filled[:, None, :, None], 0.0)
         torch.ops.kvq.append_(handle.store, torch.arange(tokens, device=x.device), dense, row.name)
         handle.length.copy_(lengths)
+        if length is not None:
+            # A slot without a token is as it was in the empty cache, not a coded zero.
+            for plane, tensor in zip(row.planes, handle.planes(), strict=True):
+                if plane.per_token:
+                    tensor.masked_fill_(~filled.view(batch, 1, tokens, *[1] * (tensor.dim() - 3)), 0)
         return handle
+
+    def calibrate_(self, static: Mapping[str, Tensor]) -> QuantizedKV:
+        """Set the planes that span tokens (scales, codebooks) of a cache that holds no tokens yet.
+
+        In a format with ``+static``, and one with a codebook, they stay when the cache is emptied; in others they are fitted
+        again to the first tokens after that.
+
+        Args:
+            static: planes by name, as ``kvq_ops.calibration.fit`` gives them.
+
+        Raises:
+            CalibrationError: planes are missing, left over, of another shape, or no usable scale; or the cache holds tokens,
+            whose
+                codes would change their meaning. Nothing is changed then.
+        """
+        planes = check_static(static, self.format, self.format.logical_shape(self.planes()))
+        if self._owner is not None or self._cut:
+            raise CalibrationError(f"calibrating {self!r}", got="a slice", allowed="a whole cache")
+        if bool((self.length != 0).any()):
+            raise CalibrationError(
+                f"calibrating {self!r}",
+                got=f"a cache that holds {self.length.tolist()} tokens",
+                allowed="an empty one: codes that are stored would change their meaning",
+                do="empty it first (zero_(), or reset() of a Hugging Face cache)",
+            )
+        for name, plane in planes.items():
+            getattr(self, f"plane_{name}").copy_(plane)
+        return self
 
     # ------------------------------------------------------------------------------------------------ looking at it
 

@@ -428,6 +428,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return NotImplemented
     if first.format.windowed and letter == "h" and not all(_same_counts(t, first) for t in handles):
         return NotImplemented
+    if letter == "h" and "position" in first.format._index:
+        return NotImplemented  # one for all heads of a token, which the parts need not agree on
     # Along heads, scales of heads are joined like everything else.
     if letter != "h" and not all(t is first or same_static(t, first) for t in handles):
         return NotImplemented
@@ -437,7 +439,11 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         if isinstance(part, QuantizedKV):
             stores.append(part.store)
             continue
-        token, fitted = encode(to_canonical(check_source(first, part), first.axes), first.format, static)
+        canonical = to_canonical(check_source(first, part), first.axes)
+        slots = torch.arange(canonical.shape[2], device=first.device)
+        if letter == "t":
+            slots = slots + sum(store[0].shape[2] for store in stores)
+        token, fitted = encode(canonical, first.format, static, slots)
         # A scale that is unset so far belongs to the first tokens that have one.
         static = [old if new is None else new for old, new in zip(static, fitted, strict=True)]
         stores.append([cast(Tensor, plane) for plane in token])

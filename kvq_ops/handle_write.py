@@ -119,14 +119,16 @@ def _append(handle: QuantizedKV, position: Tensor, source: Tensor, *, inside: bo
                 nowhere = base.planes()[0].shape[2]
                 moved = torch.where((position >= 0) & (position < tokens), moved, nowhere)
         handle, position = base, moved
+    _check_heads(handle)
     if handle.format.windowed:
         _check_window(handle, position)
     torch.ops.kvq.append_(handle.store, position, source, handle.format.name)
 
 
 def _check_window(handle: QuantizedKV, position: Tensor) -> None:
-    """What a window of exact tokens cannot follow: heads on their own, and tokens between others."""
-    _check_heads(handle)
+    """What a window of exact tokens cannot follow: tokens between others."""
+    if position.shape[-1] == 0:
+        return
     last = position[..., -1:]
     reached = (last >= (handle.length if position.dim() == 1 else handle.length.unsqueeze(1)) - 1).all()
     if not (values_known(position) and values_known(handle.length)):
@@ -144,12 +146,15 @@ def _check_window(handle: QuantizedKV, position: Tensor) -> None:
 
 
 def _check_heads(handle: QuantizedKV) -> None:
-    if handle.format.windowed and "h" in handle._cut:
+    if "h" not in handle._cut:
+        return
+    kept = "which tokens are coded" if handle.format.windowed else "where each token was written"
+    if handle.format.windowed or "position" in handle.format._index:
         raise UnsupportedWriteError(
             f"writing into {handle!r}",
             got="some heads of a cache",
-            allowed=f"all heads at once: format {handle.format.name!r} counts for all of them which tokens are coded",
-            do="write all heads, or use a format without a window",
+            allowed=f"all heads at once: format {handle.format.name!r} keeps for all of them {kept}",
+            do="write all heads, or use another format",
         )
 
 
@@ -219,6 +224,7 @@ def _put_whole_rows(handle: QuantizedKV, rows: Tensor, source: Tensor) -> Quanti
             allowed=str(tuple(shape)),
         )
     _check_range(handle, rows, handle.planes()[0].shape[0], "rows")
+    _check_heads(handle)
     canonical = to_canonical(source, handle.axes)
     if handle.format.windowed:
         _append_rows(handle, rows, torch.arange(canonical.shape[2], device=handle.device), canonical)
@@ -343,6 +349,7 @@ def _put_rows(handle: QuantizedKV, rows: Tensor, position: Tensor, values: Tenso
     rows, position = rows.reshape(-1), position.reshape(-1)
     _check_range(handle, position, tokens)
     _check_range(handle, rows, batch, "rows")
+    _check_heads(handle)
     if rows.shape[0] == 0:
         return handle
     canonical = to_canonical(values, "b" + "".join(rest))
@@ -351,7 +358,7 @@ def _put_rows(handle: QuantizedKV, rows: Tensor, position: Tensor, values: Tenso
         canonical = canonical.unflatten(0, (-1, count)).squeeze(3).transpose(1, 2)
         _append_rows(handle, rows[::count], position.view(-1, count), canonical)
         return handle
-    token, static = encode(canonical, handle.format, handle.store)
+    token, static = encode(canonical, handle.format, handle.store, position.unsqueeze(1))
 
     def write(plane: Tensor, new: Tensor) -> None:
         plane.transpose(1, 2)[rows, position] = new.squeeze(2)
@@ -442,7 +449,8 @@ def _zero_(handle: QuantizedKV) -> QuantizedKV:
     whole_rows = handle._owner is None and "h" not in handle._cut
     for plane, tensor in zip(handle.format.planes, handle.planes(), strict=True):
         own = plane.per_token or {"B", "H"} <= set(plane.axes)
-        if own or (plane.static and not handle._cut) or (whole_rows and not plane.static):
+        fitted = plane.static and not handle._cut and not handle.format.calibrated
+        if own or fitted or (whole_rows and not plane.static):
             tensor.zero_()
     return handle
 

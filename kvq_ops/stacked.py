@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -93,21 +93,24 @@ class StackedKV(QuantizedKV):
         *,
         axes: str,
         length: Any = None,
+        static: Sequence[Mapping[str, Tensor] | None] | None = None,
     ) -> StackedKV:
         """Caches holding ``x``.
 
         Args:
             formats: as in :meth:`empty`.
             length: a function that tells the filled length of a dense cache of axes ``axes`` without ``l``; default: all filled.
+            static: what was calibrated for each cache.
         """
         inner = check_axes(axes.replace("l", ""), x.dim() - axes.count("l"))
         lead = [size for size, letter in zip(x.shape, axes, strict=True) if letter == "l"]
         rows = _one_each(formats, math.prod(lead))
         parts = []
-        for index, row in zip(_indices(lead), rows, strict=True):
+        fitted = static or [None] * len(rows)
+        for index, row, planes in zip(_indices(lead), rows, fitted, strict=True):
             dense = _pick(x, axes, index)
             filled = length(dense, inner) if callable(length) else length
-            parts.append(QuantizedKV.from_dense(dense, row, axes=inner, length=filled))
+            parts.append(QuantizedKV.from_dense(dense, row, axes=inner, length=filled, static=planes))
         return cls(parts, lead, axes)
 
     # ------------------------------------------------------------------------------------------------ looking at it
