@@ -14,7 +14,7 @@ from .formats import Format
 
 __all__ = ["Implementation", "Request", "explain", "register", "select", "use_implementation"]
 
-OPS = ("quantize", "dequantize", "append_", "attention")
+OPS = ("quantize", "dequantize", "append_", "attention", "paged_append_", "paged_attention")
 
 
 @dataclass(frozen=True)
