@@ -1,0 +1,436 @@
+// Attention over quantized stores: tiles of tokens are decoded in cache and meet all query heads of their kv head there.
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+
+#include "calls.h"
+#include "decode.h"
+#include "gemm.h"
+#include "integer.h"
+#include "mask.h"
+#include "parallel.h"
+
+namespace kvq {
+namespace {
+
+constexpr int64_t kFewRows = 8;     // up to here scores are sums along channels; beyond, queries lie across lanes
+constexpr int64_t kFewTokens = 16;
+constexpr int64_t kBlock = 192;     // query rows that share a decoded tile
+constexpr int64_t kItems = 32;      // work is cut at least this fine, whatever the threads: results do not depend on them
+constexpr int64_t kShortest = 256;  // tokens in a cut, at least
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// Memory of a thread, kept between calls.
+struct Scratch {
+  std::unique_ptr<float, void (*)(void*)> memory{nullptr, std::free};
+  int64_t size = 0, used = 0;
+  void reserve(int64_t floats) {
+    used = 0;
+    if (floats <= size) return;
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64)));
+    size = memory ? floats : 0;
+  }
+  float* take(int64_t floats) {
+    float* p = memory.get() + used;
+    used += (floats + 15) / 16 * 16;
+    return p;
+  }
+};
+
+Scratch& scratch() {
+  thread_local Scratch s;
+  return s;
+}
+
+// A block of query rows of one kv head: row r is head r % group of query first + r / group.
+struct Block {
+  const AttentionArgs& a;
+  int64_t b, h, first, rows, group;
+  int64_t query(int64_t r) const { return first + r / group; }
+  int64_t head(int64_t r) const { return h * group + r % group; }
+};
+
+void load_query(const Block& k, int64_t r, float* out) {
+  const AttentionArgs& a = k.a;
+  const int64_t dim = a.key.dim;
+  exact_row(a.query, at(a.query, k.b, k.head(r), k.query(r)), dim, out);
+  if (turns(a.key)) rotate(out, dim, a.key.rotation);
+  const float scale = float(a.scale);
+  for (int64_t d = 0; d < dim; ++d) out[d] *= scale;
+  for (int64_t d = dim; d < padded(dim); ++d) out[d] = 0.0f;
+}
+
+// Scales of the tokens of a tile, for a format whose scales fold; the tile has room for kTile.
+void token_scales(const Side& s, int64_t b, int64_t h, int64_t t0, int64_t n, float* out) {
+  if (s.static_scale) {
+    std::fill(out, out + kTile, scale_of(s, b, h, 0));
+    return;
+  }
+  each_run(s, b, t0, n, [&](const Run& run, int64_t i) {
+    if (s.scale.dtype == F32 && s.scale.t == 1 && s.outer.dtype == NONE) {
+      std::memcpy(out + i, at(s.scale, run.row, h, run.slot), run.count * 4);
+    } else {
+      for (int64_t t = 0; t < run.count; ++t) out[i + t] = scale_of(s, run.row, h, run.slot + t);
+    }
+  });
+  std::fill(out + n, out + kTile, 0.0f);
+}
+
+// Whether a tile may leave out scales: none of its tokens is exact.
+bool plain_tile(const Side& s, int64_t b, int64_t t0, int64_t n) {
+  if (!folds(s)) return false;
+  return !s.window || (t0 >= s.sinks && t0 + n <= load_index(s.coded, b));
+}
+
+// Bias of every query of a tile, [queries or rows][kTile]; false where no row may see anything.
+struct Bias {
+  float* rows;
+  bool given, per_row;
+  bool fill(const Block& k, int64_t t0, int64_t n) {
+    given = false;
+    if (k.a.mask.dtype == NONE) return true;
+    per_row = k.a.mask.h != 0;
+    const int64_t count = per_row ? k.rows : (k.rows + k.group - 1) / k.group;
+    bool open = false, plain = true;
+    for (int64_t r = 0; r < count; ++r)
+      open |= bias_row(k.a, k.b, per_row ? k.head(r) : k.h * k.group, per_row ? k.query(r) : k.first + r, t0, n,
+                       rows + r * kTile, plain);
+    given = !plain;
+    return open;
+  }
+  const float* of(const Block& k, int64_t r) const { return rows + (per_row ? r : r / k.group) * kTile; }
+};
+
+vf with_bias(vf s, vf bias) { return bias == -kInf ? set1(-kInf) : s + bias; }
+
+vf soften(vf s, float softcap) { return softcap * tanh_(s * (1.0f / softcap)); }
+
+struct State {
+  float *m, *l, *acc;  // running maximum, sum of weights, weighted sum of values [rows][padded(Dv)]
+};
+
+// Softmax of the scores of few rows, s[r][kTile]; leaves weights times value scales there.
+// Returns whether the weights of the tile are so small, against what was summed before, that 16 bits of them do.
+bool soften_few(const Block& k, Reach tile, bool inside, const float* key_scale, const float* value_scale,
+                const Bias& bias, float* s, int64_t end, State& state) {
+  const int64_t n = tile.hi - tile.lo, dv = padded(k.a.value.dim);
+  const float softcap = float(k.a.softcap);
+  bool coarse = true;
+  for (int64_t r = 0; r < k.rows; ++r, s += kTile) {
+    if (key_scale)
+      for (int64_t t = 0; t < kTile; t += W) store(s + t, load(s + t) * load(key_scale + t));
+    if (softcap > 0)
+      for (int64_t t = 0; t < kTile; t += W) store(s + t, soften(load(s + t), softcap));
+    if (bias.given) {
+      const float* row = bias.of(k, r);
+      for (int64_t t = 0; t < kTile; t += W) store(s + t, with_bias(load(s + t), load(row + t)));
+    }
+    int64_t lo = 0, hi = n;
+    if (!inside) {
+      const Reach own = reach_of(k.a, end, k.query(r));
+      lo = std::clamp<int64_t>(own.lo - tile.lo, 0, n), hi = std::clamp<int64_t>(own.hi - tile.lo, 0, n);
+    }
+    std::fill(s, s + lo, -kInf);
+    std::fill(s + std::max(lo, hi), s + kTile, -kInf);
+    vf top = load(s);
+    for (int64_t t = W; t < kTile; t += W) top = max(top, load(s + t));
+    const float before = state.m[r], most = reduce_max(top), m = std::max(before, most);
+    if (m == -kInf) {
+      // A maximum may pass NaN over; the sum of weights must not.
+      if (std::any_of(s, s + kTile, [](float x) { return x != x; })) state.m[r] = 0.0f, state.l[r] = kNan;
+      std::fill(s, s + kTile, 0.0f);
+      continue;
+    }
+    vf sum{};
+    for (int64_t t = 0; t < kTile; t += W) {
+      vf p = exp_negative(load(s + t) - m);
+      sum += p;
+      store(s + t, value_scale ? p * load(value_scale + t) : p);
+    }
+    const float shrink = exp_negative(set1(before - m))[0];
+    state.m[r] = m;
+    state.l[r] = state.l[r] * shrink + reduce_add(sum);
+    coarse &= exp_negative(set1(most - m))[0] * 256.0f <= state.l[r];
+    if (shrink != 1.0f)
+      for (int64_t d = 0; d < dv; d += W) store(state.acc + r * dv + d, load(state.acc + r * dv + d) * shrink);
+  }
+  return coarse;
+}
+
+// The same for many rows, s[t][width]: a lane is a query row. `mixed` holds what is added, in the shape of s.
+void soften_many(const Block& k, int64_t n, int64_t width, const float* key_scale, const float* value_scale,
+                 const float* mixed, float* s, State& state) {
+  const int64_t dv = padded(k.a.value.dim);
+  const float softcap = float(k.a.softcap);
+  for (int64_t r = 0; r < width; r += W) {
+    const vf before = load(state.m + r);
+    vf top = before;
+    for (int64_t t = 0; t < n; ++t) {
+      vf x = load(s + t * width + r);
+      if (key_scale) x *= key_scale[t];
+      if (softcap > 0) x = soften(x, softcap);
+      if (mixed) x = with_bias(x, load(mixed + t * width + r));
+      store(s + t * width + r, x);
+      top = max(top, x);
+    }
+    const vf base = top == -kInf ? vf{} : top;
+    vf sum{};
+    for (int64_t t = 0; t < n; ++t) {
+      vf p = exp_negative(load(s + t * width + r) - base);
+      sum += p;
+      store(s + t * width + r, value_scale ? p * value_scale[t] : p);
+    }
+    const vf shrink = exp_negative(before - base);
+    store(state.m + r, sum == sum ? top : vf{});  // a row that saw NaN is no closed row
+    store(state.l + r, load(state.l + r) * shrink + sum);
+    for (int i = 0; i < W && r + i < k.rows; ++i) {
+      if (shrink[i] == 1.0f) continue;
+      float* acc = state.acc + (r + i) * dv;
+      const float x = shrink[i];
+      for (int64_t d = 0; d < dv; d += W) store(acc + d, load(acc + d) * x);
+    }
+  }
+}
+
+// What is added to the scores of many rows, transposed to s[t][width].
+void mix(const Block& k, Reach tile, const Bias& bias, int64_t end, int64_t width, float* out) {
+  const int64_t n = tile.hi - tile.lo;
+  for (int64_t r = 0; r < k.rows; ++r) {
+    const Reach own = reach_of(k.a, end, k.query(r));
+    const int64_t lo = std::clamp<int64_t>(own.lo - tile.lo, 0, n);
+    const int64_t hi = std::max(lo, std::clamp<int64_t>(own.hi - tile.lo, 0, n));
+    const float* row = bias.given ? bias.of(k, r) : nullptr;
+    for (int64_t t = 0; t < lo; ++t) out[t * width + r] = -kInf;
+    for (int64_t t = lo; t < hi; ++t) out[t * width + r] = row ? row[t] : 0.0f;
+    for (int64_t t = hi; t < n; ++t) out[t * width + r] = -kInf;
+  }
+  for (int64_t t = 0; t < n; ++t) std::fill(out + t * width + k.rows, out + (t + 1) * width, 0.0f);
+}
+
+// The codes of a tile from t0 on, as far as `end` and the first page, where they lie close together.
+Ahead rows_ahead(const Side& s, const Block& k, int64_t t0, int64_t end) {
+  const int64_t n = std::min(kTile, end - t0), size = item_size(s.codes.dtype);
+  const int64_t stride = s.codes.t * size, bytes = bytes_of(s.bits, s.dim) * size;
+  if (n <= 0 || stride > 2 * bytes) return {s.codes.data, s.codes.data};
+  const Run run = run_of(s, k.b, t0, n);
+  const char* first = at(s.codes, run.row, k.h, run.slot);
+  return {first, first + (run.count - 1) * stride + bytes};
+}
+
+// Products of few rows with int8 codes as they are.
+struct Integers {
+#if defined(KVQ_INTEGER)
+  int8_t* query = nullptr;       // null: not for these keys
+  uint8_t *tile = nullptr, *copy = nullptr, *weights = nullptr;
+  Digits digits[kFewRows];
+  int64_t ld = 0;
+
+  static int64_t size(const AttentionArgs& a, int64_t rows) {  // floats
+    const int64_t wide = std::max(blocks_of(a.key.dim), blocks_of(a.value.dim)) * 64;
+    return (rows * kDigits * wide + 2 * kTile * wide + 4 * kTile * 4) / 4 + 64;
+  }
+  Integers(const Block& k, Scratch& memory, const float* q, int64_t ldq) {
+    if (!q) return;  // many rows
+    const int64_t dim = k.a.key.dim, wide = std::max(blocks_of(dim), blocks_of(k.a.value.dim)) * 64;
+    tile = reinterpret_cast<uint8_t*>(memory.take(kTile * wide / 4));
+    copy = reinterpret_cast<uint8_t*>(memory.take(kTile * wide / 4));
+    weights = reinterpret_cast<uint8_t*>(memory.take(4 * kTile));
+    if (k.a.key.code != INT8 || k.a.key.codes.d != 1) return;  // rows lie apart
+    ld = kDigits * blocks_of(dim) * 64;
+    query = reinterpret_cast<int8_t*>(memory.take(k.rows * ld / 4));
+    for (int64_t r = 0; r < k.rows; ++r) digits[r] = to_digits(q + r * ldq, dim, query + r * ld);
+  }
+  bool scores(const Block& k, int64_t t0, int64_t n, const float* scale, float* s, Ahead& ahead) {
+    if (!query) return false;
+    turn_tile(whole_rows(k.a.key, k.b, k.h, t0, n, copy), k.a.key.dim, tile, ahead);
+    integer_scores(k.rows, tile, query, ld, digits, k.a.key.dim, scale, s, ahead);
+    return true;
+  }
+  bool values(const Block& k, int64_t t0, int64_t n, const float* scale, const float* s, float* acc, bool coarse,
+              Ahead& ahead) {
+    const Side& v = k.a.value;
+    if (v.code != INT8 || v.codes.d != 1 || *std::min_element(scale, scale + n) < 0.0f) return false;
+    braid_tile(whole_rows(v, k.b, k.h, t0, n, copy), v.dim, tile, ahead);
+    integer_values(k.rows, tile, s, weights, v.dim, acc, padded(v.dim), coarse, ahead);
+    return true;
+  }
+#else
+  static int64_t size(const AttentionArgs&, int64_t) { return 0; }
+  Integers(const Block&, Scratch&, const float*, int64_t) {}
+  bool scores(const Block&, int64_t, int64_t, const float*, float*, Ahead&) { return false; }
+  bool values(const Block&, int64_t, int64_t, const float*, const float*, float*, bool, Ahead&) { return false; }
+#endif
+};
+
+// One block of rows over the tokens of `part`.
+void attend(const Block& k, Reach part, int64_t end, State& state) {
+  const AttentionArgs& a = k.a;
+  const bool few = k.rows <= kFewRows;
+  const int64_t width = few ? k.rows : padded(k.rows);
+  const int64_t d = padded(a.key.dim), dv = padded(a.value.dim);
+  Scratch& memory = scratch();
+  memory.reserve(width * d + kTile * (d + dv + width + (few ? 0 : width) + k.rows + 2) + 256 +
+                 (few ? Integers::size(a, k.rows) : 0));
+  float* query = memory.take(width * d);
+  float* key = memory.take(kTile * d);
+  float* value = memory.take(kTile * dv);
+  float* s = memory.take(kTile * width);
+  float* mixed = few ? nullptr : memory.take(kTile * width);
+  Bias bias{memory.take(kTile * k.rows), false, false};
+  float* key_scale = memory.take(kTile);
+  float* value_scale = memory.take(kTile);
+
+  if (few) {
+    for (int64_t r = 0; r < k.rows; ++r) load_query(k, r, query + r * d);
+  } else {
+    for (int64_t r = 0; r < width; ++r) {
+      if (r < k.rows) load_query(k, r, key);
+      else std::fill(key, key + d, 0.0f);
+      for (int64_t i = 0; i < d; ++i) query[i * width + r] = key[i];
+    }
+  }
+  Integers integers(k, memory, few ? query : nullptr, d);
+  std::fill(state.m, state.m + width, -kInf);
+  std::fill(state.l, state.l + width, 0.0f);
+  std::fill(state.acc, state.acc + k.rows * dv, 0.0f);
+  const Reach first = reach_of(a, end, k.first), last = reach_of(a, end, k.query(k.rows - 1));
+
+  for (int64_t t0 = part.lo; t0 < part.hi; t0 += kTile) {
+    const Reach tile{t0, std::min(t0 + kTile, part.hi)};
+    const int64_t n = tile.hi - tile.lo;
+    if (last.hi <= tile.lo || first.lo >= tile.hi || !bias.fill(k, t0, n)) continue;
+    const bool inside = first.hi >= tile.hi && last.lo <= tile.lo;
+    const bool key_plain = plain_tile(a.key, k.b, t0, n), value_plain = plain_tile(a.value, k.b, t0, n);
+    if (key_plain) token_scales(a.key, k.b, k.h, t0, n, key_scale);
+    if (value_plain) token_scales(a.value, k.b, k.h, t0, n, value_scale);
+    if (few) {
+      Ahead value_ahead = rows_ahead(a.value, k, t0, tile.hi), key_ahead = rows_ahead(a.key, k, t0 + kTile, part.hi);
+      const bool done = key_plain && integers.scores(k, t0, n, key_scale, s, value_ahead);
+      // Decoded a few tokens at a time, which stay in the nearest cache.
+      for (int64_t u = 0; !done && u < n; u += kFewTokens) {
+        const int64_t now = std::min(kFewTokens, n - u), whole = (now + 7) / 8 * 8;
+        decode_tile(a.key, k.b, k.h, t0 + u, now, key, d, key_plain, true);
+        std::fill(key + now * d, key + whole * d, 0.0f);
+        few_dots(k.rows, query, d, key, d, d, whole, s + u, kTile);
+      }
+      const bool coarse = soften_few(k, tile, inside, key_plain && !done ? key_scale : nullptr,
+                                     value_plain ? value_scale : nullptr, bias, s, end, state);
+      if (value_plain && integers.values(k, t0, n, value_scale, s, state.acc, coarse, key_ahead)) continue;
+      for (int64_t u = 0; u < n; u += kFewTokens) {
+        const int64_t now = std::min(kFewTokens, n - u);
+        decode_tile(a.value, k.b, k.h, t0 + u, now, value, dv, value_plain, true);
+        product<true>(k.rows, dv / W, now, s + u, kTile, 1, value, dv, state.acc, dv);
+      }
+    } else {
+      decode_tile(a.key, k.b, k.h, t0, n, key, d, key_plain, true);
+      product<false>(n, width / W, d, key, d, 1, query, width, s, width);
+      const bool mixes = !inside || bias.given;
+      if (mixes) mix(k, tile, bias, end, width, mixed);
+      soften_many(k, n, width, key_plain ? key_scale : nullptr, value_plain ? value_scale : nullptr,
+                  mixes ? mixed : nullptr, s, state);
+      decode_tile(a.value, k.b, k.h, t0, n, value, dv, value_plain, true);
+      product<true>(k.rows, dv / W, n, s, 1, width, value, dv, state.acc, dv);
+    }
+  }
+}
+
+// Divides by the sum of weights, a sink included, and writes a row of the result.
+void finish(const Block& k, int64_t r, float m, float l, float* acc) {
+  const AttentionArgs& a = k.a;
+  const int64_t dim = a.value.dim;
+  float factor = 0.0f;
+  if (m > -kInf) {
+    float top = m, total = l;
+    if (a.sinks.dtype != NONE) {
+      const float sink = load_number(at(a.sinks, 0, k.head(r), 0), a.sinks.dtype);
+      top = std::max(m, sink);
+      total = l * std::exp(m - top) + std::exp(sink - top);
+    }
+    factor = total == 0.0f ? 0.0f : std::exp(m - top) / total;
+  }
+  for (int64_t d = 0; d < dim; ++d) acc[d] = factor == 0.0f ? 0.0f : acc[d] * factor;
+  if (turns(a.value)) unrotate(acc, dim, a.value.rotation);
+  const int64_t row = (k.b * a.query_heads + k.head(r)) * a.queries + k.query(r);
+  char* out = a.out + row * dim * item_size(a.query.dtype);
+  for (int64_t d = 0; d < dim; ++d) store_number(out + d * item_size(a.query.dtype), a.query.dtype, acc[d]);
+}
+
+int64_t run(AttentionArgs a) {
+  const int64_t batch = a.key.batch, heads = a.key.heads;
+  if (batch * heads * a.queries * a.query_heads == 0) return 0;
+  const int64_t group = a.query_heads / heads, all = group * a.queries;
+  // Whole queries in a block, where a query has not more heads than fit.
+  const int64_t per_block = all <= kFewRows ? a.queries : std::max<int64_t>(1, kBlock / group);
+  const int64_t blocks = (a.queries + per_block - 1) / per_block;
+  const int64_t rows = std::min(per_block, a.queries) * group, dv = padded(a.value.dim);
+  const int64_t width = padded(rows);
+
+  std::unique_ptr<Reach[]> reach(new Reach[batch]);
+  int64_t longest = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t end = end_of(a, b);
+    reach[b] = masked_reach(a, b, Reach{reach_of(a, end, 0).lo, reach_of(a, end, a.queries - 1).hi});
+    longest = std::max(longest, reach[b].hi - reach[b].lo);
+  }
+  int64_t furthest = 0;
+  for (int64_t b = 0; b < batch; ++b) furthest = std::max(furthest, reach[b].hi);
+  for (Side* side : {&a.key, &a.value})
+    if (side->position.dtype != NONE) find_sines(*side, last_position(*side, furthest));
+  const int64_t plain_items = batch * heads * blocks;
+  int64_t splits = std::min((kItems + plain_items - 1) / plain_items, (longest + kShortest - 1) / kShortest);
+  splits = std::max<int64_t>(splits, 1);
+  const int64_t items = plain_items * splits, part_size = width * 2 + rows * dv;
+  std::unique_ptr<float, void (*)(void*)> parts(
+      static_cast<float*>(std::aligned_alloc(64, (items * part_size * 4 + 63) / 64 * 64)), std::free);
+  if (!parts) return 1;
+  const bool tiny = all * longest * (a.key.dim + a.value.dim) * batch * heads < 1 << 19;
+  const int64_t threads = tiny ? 1 : a.threads;
+
+  auto block_of = [&](int64_t i) {
+    // The last queries see most; they go first.
+    const int64_t which = blocks - 1 - i % blocks, first = which * per_block;
+    return Block{a, i / blocks / heads, i / blocks % heads, first, std::min(per_block, a.queries - first) * group, group};
+  };
+  auto state_of = [&](int64_t i, int64_t split) {
+    float* p = parts.get() + (i * splits + split) * part_size;
+    return State{p, p + width, p + 2 * width};
+  };
+  parallel(items, threads, [&](int64_t item) {
+    const Block k = block_of(item / splits);
+    State state = state_of(item / splits, item % splits);
+    const int64_t end = end_of(a, k.b);
+    Reach r = reach[k.b];
+    r.lo = std::max(r.lo, reach_of(a, end, k.first).lo);
+    r.hi = std::min(r.hi, reach_of(a, end, k.query(k.rows - 1)).hi);
+    r.lo = r.lo / kTile * kTile;
+    const int64_t tiles = std::max<int64_t>(0, (r.hi - r.lo + kTile - 1) / kTile);
+    const int64_t each = (tiles + splits - 1) / splits * kTile, from = r.lo + item % splits * each;
+    attend(k, Reach{from, std::min(r.hi, from + each)}, end, state);
+    if (splits == 1)
+      for (int64_t row = 0; row < k.rows; ++row) finish(k, row, state.m[row], state.l[row], state.acc + row * dv);
+  });
+  if (splits == 1) return 0;
+  parallel(plain_items, threads, [&](int64_t i) {
+    const Block k = block_of(i);
+    State total = state_of(i, 0);
+    for (int64_t row = 0; row < k.rows; ++row) {
+      float m = -kInf, l = 0.0f;
+      for (int64_t s = 0; s < splits; ++s) m = std::max(m, state_of(i, s).m[row]);
+      float* acc = total.acc + row * dv;
+      for (int64_t s = 0; m > -kInf && s < splits; ++s) {
+        const State part = state_of(i, s);
+        const float x = std::exp(part.m[row] - m);
+        l += x * part.l[row];
+        if (s == 0) for (int64_t d = 0; d < dv; d += W) store(acc + d, load(acc + d) * x);
+        else for (int64_t d = 0; d < dv; d += W) store(acc + d, load(acc + d) + load(part.acc + row * dv + d) * x);
+      }
+      finish(k, row, m, l, acc);
+    }
+  });
+  return 0;
+}
+
+}  // namespace
+}  // namespace kvq
+
+extern "C" int64_t kvq_attention(const kvq::AttentionArgs* args) { return kvq::run(*args); }
