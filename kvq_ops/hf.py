@@ -4,7 +4,8 @@
     model.generate(**inputs, past_key_values=cache)                 # eager
     torch.compile(model, backend="kvq")(ids, past_key_values=cache) # compiled: attention reads the codes
 
-The layers are transformers' own static layers, sliding windows included; only what they allocate differs. Where ``generate``
+The layers are transformers' own static layers, sliding windows included; only what they allocate differs. Layers that evict, and
+sliding layers in formats whose newest tokens wait to be coded, are those of ``hf_runs``. Where ``generate``
 would compile by itself (on GPUs, for any static cache), pass ``disable_compile=True`` or
 ``compile_config=CompileConfig(backend="kvq")``: transformers' default backend cannot read codes.
 
@@ -18,26 +19,29 @@ keys and the rotary part as values, so ``"key=int8_per_token_head,value=none"`` 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    EncoderDecoderCache,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
-from .cache import crop_
+from .calibration import Calibration
 from .errors import (
-    CapacityError,
-    DeviceError,
-    DtypeError,
     FormatError,
-    ShapeError,
-    UnsupportedWriteError,
     near_names,
 )
+from .eviction import Eviction, token_unit
 from .formats import Format, KVFormat, parse_kv_format
 from .handle import QuantizedKV, dense_bytes, storage_bytes
+from .hf_layers import CrossLayer, QuantizedLayer, quantized
+from .hf_runs import EvictingLayer, WindowLayer
 from .hf_shapes import Shape, kv_shapes
 from .policy import Policy, Which
 
@@ -60,9 +64,15 @@ class QuantizedCache(StaticCache):
             slice by that number; under ``torch.compile`` a tensor breaks their graph, and a number costs one compilation more.
         skip: layers that stay unquantized, by index (negative from the end) or by layer type (``"sliding_attention"``).
         layers: other formats for some layers, by index or by layer type; the first that fits counts. See :class:`Policy`.
+        calibration: scales and codebooks fitted beforehand, for each layer (``kvq calibrate``, or a checkpoint's own).
+        eviction: keep only the heaviest tokens of full-attention layers, see :class:`kvq_ops.eviction.Eviction` for what that
+            loses. Such layers allocate ``eviction.capacity`` tokens, and ``max_cache_len`` bounds the tokens that come in all.
+            The model must use SDPA or eager attention; compiled steps leave what is to be dropped to the step that follows.
+            Sliding layers are not concerned.
 
     Raises:
         UnknownFormatError, FormatError, HeadDimError: before anything is allocated.
+        CalibrationError: scales or codebooks that a format needs are missing, or do not fit the model.
     """
 
     layers: list[Any]
@@ -79,21 +89,30 @@ class QuantizedCache(StaticCache):
         host_length: bool = False,
         skip: Sequence[Which] | Which = (),
         layers: Mapping[Which, str | Format | KVFormat] | None = None,
+        calibration: Calibration | None = None,
+        eviction: Eviction | None = None,
         **kwargs: Any,
     ) -> None:
-        policy = Policy.of(format, layers=layers, skip=skip)
-        self.format = policy.default
+        policy = Policy.of(format, layers=layers, skip=skip, calibration=calibration)
+        self.format = policy.default if policy.calibration is None else policy.default.calibrated()
         _check_count("max_cache_len", max_cache_len)
+        _check_count("batch_size", batch_size, "rows", "give the rows of a batch, beams counted")
         text = _decoder_config(config)
         super().__init__(config=text, max_cache_len=max_cache_len, **kwargs)
         formats = _layer_formats(policy, _layer_types(text, self.layers))
         _check_windows(self.layers, formats, _layer_types(text, self.layers))
+        policy.check_layers(len(self.layers))
+        self.eviction = eviction
+        if eviction is not None:
+            _check_eviction(eviction, config, self.layers, formats)
+        self.layers = _run_layers(self.layers, formats, eviction, max_cache_len)
         shapes = kv_shapes(config, len(self.layers))
-        self._take(self.layers, formats, shapes, batch_size, dtype or _dtype_of(config), torch.device(device))
+        target = torch.device(device)
+        self._take(self.layers, formats, shapes, batch_size, dtype or _dtype_of(config), target, policy)
         for layer in self.layers:
             if (
                 host_length
-                and isinstance(layer, _QuantizedLayer)
+                and isinstance(layer, QuantizedLayer)
                 and not hasattr(layer, "cumulative_length_int")
             ):
                 layer.tokens_on_host = 0
@@ -106,6 +125,7 @@ class QuantizedCache(StaticCache):
         batch_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        policy: Policy,
     ) -> None:
         """Make ``layers`` quantized ones and allocate them where the shape is known."""
         for layer, pair, shape in zip(layers, formats, shapes, strict=True):
@@ -113,11 +133,15 @@ class QuantizedCache(StaticCache):
                 pair.key.check_head_dim(shape[0][1])
                 pair.value.check_head_dim(shape[1][1])
         self.layers = [
-            _quantized(layer, pair) if isinstance(layer, StaticLayer) else layer
+            quantized(layer, pair)
+            if isinstance(layer, StaticLayer) and not isinstance(layer, QuantizedLayer)
+            else layer
             for layer, pair in zip(layers, formats, strict=True)
         ]
-        for layer, shape in zip(self.layers, shapes, strict=True):
-            if isinstance(layer, _QuantizedLayer) and shape is not None:
+        for i, (layer, shape) in enumerate(zip(self.layers, shapes, strict=True)):
+            if isinstance(layer, QuantizedLayer):
+                layer.policy, layer.index = policy, i
+            if isinstance(layer, QuantizedLayer) and shape is not None:
                 # No tokens yet: these carry shape, dtype and device alone.
                 states = [
                     torch.zeros(batch_size, heads, 0, d, dtype=dtype, device=device) for heads, d in shape
@@ -148,13 +172,23 @@ class QuantizedCache(StaticCache):
             cross_format: of the cross-attention cache; the same by default.
             kwargs: ``skip`` and ``layers`` for the decoder's own cache.
         """
+        if kwargs.get("eviction") is not None:
+            raise FormatError(
+                "QuantizedCache.encoder_decoder with eviction",
+                got=f"{kwargs['eviction']}",
+                allowed="a model without an encoder",
+                do="leave eviction= out",
+            )
         own = cls(config, format, max_cache_len, batch_size=batch_size, dtype=dtype, device=device, **kwargs)
         cross = cls.__new__(cls)
-        cross.format = Policy.of(format if cross_format is None else cross_format).default
+        cross.eviction = None
+        # A calibration speaks of the decoder's own keys and values.
+        crossed = replace(Policy.of(format if cross_format is None else cross_format), calibration=None)
+        cross.format = crossed.default
         if encoder_len is not None:
             _check_count("encoder_len", encoder_len)
         length = 1 if encoder_len is None else encoder_len
-        Cache.__init__(cross, layers=[_CrossLayer(max_cache_len=length) for _ in own.layers])
+        Cache.__init__(cross, layers=[CrossLayer(max_cache_len=length) for _ in own.layers])
         shapes = kv_shapes(config, len(own.layers))
         cross._take(
             cross.layers,
@@ -163,6 +197,7 @@ class QuantizedCache(StaticCache):
             batch_size,
             dtype or _dtype_of(config),
             torch.device(device),
+            crossed,
         )
         return EncoderDecoderCache(own, cross)
 
@@ -181,7 +216,18 @@ class QuantizedCache(StaticCache):
     @property
     def nbytes(self) -> int:
         """Bytes of all storages behind the cache: codes, scales, lengths."""
-        return storage_bytes(self.handles())
+        extra = (
+            tensor
+            for layer in self.layers
+            if isinstance(layer, QuantizedLayer)
+            for tensor in layer.extra_tensors()
+        )
+        return storage_bytes((*self.handles(), *extra))
+
+    @property
+    def evicted(self) -> list[int]:
+        """Tokens of each row and kv head, padding included, that each layer has dropped to stay within its eviction budget."""
+        return [layer.dropped if isinstance(layer, EvictingLayer) else 0 for layer in self.layers]
 
     @property
     def dense_nbytes(self) -> int:
@@ -191,29 +237,47 @@ class QuantizedCache(StaticCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest ``-tokens_to_remove`` tokens, as if they had never been there.
 
+        Scales that were fitted to them stay, and what was coded meanwhile of a window of exact tokens stays coded.
+
         Raises:
             CapacityError: the number is positive, or beyond what is stored.
             UnsupportedWriteError: a sliding layer has already let go of older tokens that would be in its window again.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, _QuantizedLayer)]
+        layers = [layer for layer in self.layers if isinstance(layer, QuantizedLayer)]
         for layer in layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def __repr__(self) -> str:
-        return f"QuantizedCache({self.format}, {len(self.layers)} layers, {self.nbytes} bytes)"
+        text = f"{self.format}, {len(self.layers)} layers, {self.nbytes} bytes"
+        if self.eviction is not None:
+            seen = max(
+                (
+                    int(layer.cumulative_length_int)
+                    for layer in self.layers
+                    if isinstance(layer, EvictingLayer)
+                ),
+                default=0,
+            )
+            text += f", evicted {max(self.evicted)} of {seen} tokens for a budget of {self.eviction.budget}"
+        return f"QuantizedCache({text})"
 
 
 # ------------------------------------------------------------------------------------------- what configurations say
 
 
-def _check_count(name: str, number: Any) -> None:
+def _check_count(
+    name: str,
+    number: Any,
+    what: str = "tokens",
+    do: str = "count the prompt and every token to be generated",
+) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise FormatError(
             f"QuantizedCache {name}",
             got=repr(number),
-            allowed="a positive number of tokens",
-            do="count the prompt and every token to be generated",
+            allowed=f"a positive number of {what}",
+            do=do,
         )
 
 
@@ -259,241 +323,68 @@ def _layer_formats(policy: Policy, types: list[str]) -> list[KVFormat]:
 
 
 def _check_windows(layers: list[Any], formats: list[KVFormat], types: list[str]) -> None:
-    """Sliding layers move their tokens at every step, which tokens that wait to be coded cannot follow."""
+    """Layers that slide beside another state of their own keep tokens in their own way."""
     for layer, pair, kind in zip(layers, formats, types, strict=True):
         windowed = [row.name for row in (pair.key, pair.value) if row.windowed]
-        if windowed and getattr(layer, "is_sliding", False):
+        if windowed and getattr(layer, "is_sliding", False) and type(layer) is not StaticSlidingWindowLayer:
             raise FormatError(
                 f"QuantizedCache format {windowed[0]!r} for a layer of type {kind!r}",
-                got="a layer that slides over its tokens",
+                got=f"a {type(layer).__name__}, which slides over its tokens",
                 allowed="formats without a window of exact tokens or per-channel groups, or skip= for these layers",
                 do=f"choose another format for them: layers={{{kind!r}: 'int4_group32'}}",
             )
 
 
+def _run_layers(
+    layers: list[Any], formats: list[KVFormat], eviction: Eviction | None, limit: int
+) -> list[Any]:
+    """``layers`` with others in place of those that drop tokens by themselves."""
+    made = []
+    # Masks are made once for all full-attention layers, which must therefore drop equally many tokens.
+    unit = _eviction_unit(layers, formats)
+    for layer, pair in zip(layers, formats, strict=True):
+        rows = (pair.key, pair.value)
+        if type(layer) is StaticLayer and eviction is not None:
+            layer = EvictingLayer(limit, pair, eviction, unit)
+        elif type(layer) is StaticSlidingWindowLayer and any(row.windowed for row in rows):
+            layer = WindowLayer(layer.max_cache_len, pair, token_unit(rows))
+        made.append(layer)
+    return made
+
+
+def _eviction_unit(layers: list[Any], formats: list[KVFormat]) -> int:
+    pairs = [pair for layer, pair in zip(layers, formats, strict=True) if type(layer) is StaticLayer]
+    return token_unit([row for pair in pairs for row in (pair.key, pair.value)])
+
+
+def _check_eviction(eviction: Eviction, config: Any, layers: list[Any], formats: list[KVFormat]) -> None:
+    if not isinstance(eviction, Eviction):
+        raise FormatError(
+            "QuantizedCache eviction",
+            got=repr(eviction),
+            allowed="kvq_ops.eviction.Eviction(budget=512, sinks=4, recent=64), or None",
+        )
+    evicting = [type(layer) is StaticLayer for layer in layers]
+    other = [
+        type(layer).__name__
+        for layer, does in zip(layers, evicting, strict=True)
+        if isinstance(layer, StaticLayer) and not does and not layer.is_sliding
+    ]
+    biased = any(getattr(config.get_text_config(decoder=True), name, False) for name in ("alibi",))
+    if other or not any(evicting) or biased or config.model_type in ("bloom", "mpt"):
+        reason = "positions enter as a bias of the scores, which knows nothing of dropped tokens"
+        raise FormatError(
+            f"QuantizedCache eviction for a model of type {config.model_type!r}",
+            got=f"a {other[0]}" if other else reason if any(evicting) else "no layer with full attention",
+            allowed="models with plain full-attention layers whose keys carry their positions",
+            do="leave eviction= out",
+        )
+    unit = _eviction_unit(layers, formats)
+    for pair, does in zip(formats, evicting, strict=True):
+        if does:
+            eviction.check_formats((pair.key, pair.value), unit)
+
+
 def _dtype_of(config: Any) -> torch.dtype:
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
-
-
-# ------------------------------------------------------------------------------------------------------------ layers
-
-
-class _QuantizedLayer:
-    """What a static layer of any kind does differently: it allocates handles, and looks before it writes."""
-
-    kv_format: KVFormat
-    max_cache_len: int
-    is_initialized: bool
-    keys: Any
-    values: Any
-    cumulative_length: Tensor
-    # Tokens seen so far, where they are counted outside of tensors too.
-    tokens_on_host: int | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.kv_format.key.check_head_dim(key_states.shape[-1])
-        self.kv_format.value.check_head_dim(value_states.shape[-1])
-        self.device = key_states.device
-        self.batch_size, self.num_heads = key_states.shape[:2]
-        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        for name, states, row in (
-            ("keys", key_states, self.kv_format.key),
-            ("values", value_states, self.kv_format.value),
-        ):
-            shape = (*states.shape[:2], self.max_cache_len, states.shape[-1])
-            setattr(self, name, None)  # let go of an old one first
-            setattr(self, name, QuantizedKV.empty(shape, row, dtype=states.dtype, device=states.device))
-        self.cumulative_length = self.cumulative_length.to(self.device)
-        if not torch.compiler.is_compiling():
-            # CUDA graphs rely on the addresses of what is updated in place.
-            for tensor in (*self.keys.store, *self.values.store, self.cumulative_length):
-                torch._dynamo.mark_static_address(tensor)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling():
-            self._prepare(key_states, value_states)
-        if self.tokens_on_host is not None:
-            self.tokens_on_host += key_states.shape[-2]
-        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
-
-    def get_seq_length(self) -> Any:
-        """Tokens seen so far, as transformers asks."""
-        if self.tokens_on_host is None:
-            return super().get_seq_length()  # type: ignore[misc]
-        return self.tokens_on_host
-
-    def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
-        if self.tokens_on_host is not None:
-            self.tokens_on_host = 0
-
-    def _stored(self) -> int:
-        """Tokens seen so far."""
-        seen = getattr(self, "cumulative_length_int", None)
-        return int(self.cumulative_length) if seen is None else int(seen)
-
-    def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate anew if the cache is empty and does not fit; otherwise everything that is wrong raises here."""
-        if self.is_initialized and not self._fits(key_states, value_states):
-            if self._stored() != 0:
-                self._refuse(key_states, value_states)
-            self.is_initialized = False
-        tokens = key_states.shape[-2]
-        # Elsewhere than on a CPU this question would stop the device, and the write itself fails.
-        if not getattr(self, "is_sliding", False) and key_states.device.type == "cpu":
-            stored = self._stored() if self.is_initialized else 0
-            if stored + tokens > self.max_cache_len:
-                raise CapacityError(
-                    f"appending {tokens} token(s) to a QuantizedCache",
-                    got=f"{stored} tokens are stored already",
-                    allowed=f"{self.max_cache_len} in all",
-                    do="make the cache with a larger max_cache_len, or reset() or crop() it; nothing was written",
-                )
-
-    def _sides(self, key_states: Tensor, value_states: Tensor) -> Iterator[tuple[str, QuantizedKV, Tensor]]:
-        yield "keys", self.keys, key_states
-        yield "values", self.values, value_states
-
-    def _fits(self, key_states: Tensor, value_states: Tensor) -> bool:
-        return all(
-            handle.shape[0] == states.shape[0]
-            and handle.shape[1] == states.shape[1]
-            and handle.shape[3] == states.shape[3]
-            and handle.dtype == states.dtype
-            and handle.device == states.device
-            for _, handle, states in self._sides(key_states, value_states)
-        )
-
-    def _refuse(self, key_states: Tensor, value_states: Tensor) -> None:
-        for side, handle, states in self._sides(key_states, value_states):
-            asked = f"appending {side} to a QuantizedCache that holds tokens"
-            do = "make a cache for this batch and model, or reset() this one first"
-            if handle.dtype != states.dtype:
-                raise DtypeError(asked, got=str(states.dtype), allowed=str(handle.dtype), do=do)
-            if handle.device != states.device:
-                raise DeviceError(asked, got=str(states.device), allowed=str(handle.device), do=do)
-            b, h, _, d = handle.shape
-            if (b, h, d) != (states.shape[0], states.shape[1], states.shape[3]):
-                raise ShapeError(asked, got=str(tuple(states.shape)), allowed=f"[{b}, {h}, T, {d}]", do=do)
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise what :meth:`QuantizedCache.crop` promises, before anything changes."""
-        stored = self._stored() if self.is_initialized else 0
-        if tokens_to_remove > 0 or -tokens_to_remove > stored:
-            raise CapacityError(
-                "QuantizedCache.crop",
-                got=str(tokens_to_remove),
-                allowed=f"{-stored}..0: minus the number of tokens to remove",
-            )
-        if tokens_to_remove and getattr(self, "is_sliding", False) and stored > self.max_cache_len:
-            raise UnsupportedWriteError(
-                f"QuantizedCache.crop({tokens_to_remove}) past the window of {self.max_cache_len} tokens",
-                got=f"{stored} tokens seen, of which the oldest are gone",
-                allowed="cropping before a sliding layer has passed its window",
-                do="generate without drafting, or rebuild the cache from the prompt",
-            )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.check_crop(tokens_to_remove)
-        if not self.is_initialized or tokens_to_remove == 0:
-            return
-        super().crop(tokens_to_remove)  # type: ignore[misc]
-        if self.tokens_on_host is not None:
-            self.tokens_on_host += tokens_to_remove
-        for handle in (self.keys, self.values):
-            crop_(handle, min(self._stored(), self.max_cache_len))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.is_initialized and self._stored():
-            self._select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
-        if self.is_initialized and self._stored():
-            self._select_rows(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
-        if self.is_initialized and self._stored():
-            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
-            self._select_rows(rows.repeat_interleave(repeats))
-
-    def _select_rows(self, rows: Tensor) -> None:
-        for name in ("keys", "values"):
-            handle = getattr(self, name)
-            moved = handle.index_select(0, rows.to(handle.device))
-            if moved.shape == handle.shape:
-                handle.copy_(moved)  # in place: compiled graphs know the addresses
-            else:
-                setattr(self, name, moved)
-        self.batch_size = self.keys.shape[0]
-
-    def __reduce__(self) -> Any:
-        # The class is made when it is asked for, so it is stored by what it was made from.
-        return _blank_layer, (type(self).__mro__[2],), self.__dict__
-
-
-class _CrossLayer(StaticLayer):
-    """States of an encoder: as many as come, once."""
-
-    is_initialized: bool
-    max_cache_len: int
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling():
-            if self.is_initialized and int(self.cumulative_length):
-                raise UnsupportedWriteError(
-                    "appending to the cross-attention cache",
-                    got=f"{key_states.shape[-2]} more tokens",
-                    allowed="one update with all encoder states",
-                    do="reset() the cache before another input is encoded",
-                )
-            if key_states.shape[-2] != self.max_cache_len:
-                # Padding would be attended to, so the cache is exactly as long as the input.
-                self.max_cache_len, self.is_initialized = key_states.shape[-2], False
-        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Encoder states do not belong to generated tokens and stay."""
-
-
-class _QuantizedCrossLayer(_QuantizedLayer, _CrossLayer):
-    def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
-        if (
-            self.is_initialized
-            and int(self.cumulative_length) == 0
-            and not self._fits(key_states, value_states)
-        ):
-            self.is_initialized = False
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        pass
-
-    def crop(self, tokens_to_remove: int) -> None:
-        pass
-
-
-@functools.cache
-def _quantized_class(layer: type[Any]) -> type[Any]:
-    if layer is _CrossLayer:
-        return _QuantizedCrossLayer
-    # Without a layer type of its own the class does not enter transformers' table of layer types.
-    return type(f"Quantized{layer.__name__}", (_QuantizedLayer, layer), {"_layer_type": None})
-
-
-def _blank_layer(layer: type[Any]) -> Any:
-    cls: Any = _quantized_class(layer)  # type: ignore[arg-type, unused-ignore]
-    return cls.__new__(cls)
-
-
-def _quantized(layer: Any, format: KVFormat) -> Any:
-    """``layer``, which holds nothing yet, as one that allocates handles."""
-    result = _blank_layer(type(layer))
-    result.__dict__.update(layer.__dict__, kv_format=format)
-    return result

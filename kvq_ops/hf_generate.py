@@ -16,7 +16,9 @@ from typing import Any
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import CompileConfig
 
+from .calibration import Calibration
 from .errors import FormatError
+from .eviction import Eviction
 from .formats import Format, KVFormat
 from .hf import AnyFormat, QuantizedCache
 from .policy import Policy, Which
@@ -34,6 +36,8 @@ def use_quantized_cache_(
     *,
     layers: Mapping[Which, str | Format | KVFormat] | None = None,
     skip: Sequence[Which] | Which = (),
+    calibration: Calibration | None = None,
+    eviction: Eviction | None = None,
 ) -> Callable[[], None]:
     """From now on ``model.generate()`` makes a :class:`QuantizedCache` where it is given no cache.
 
@@ -48,6 +52,8 @@ def use_quantized_cache_(
         model: a model with ``generate()``; it is changed in place.
         format: one name for both, ``"key=NAME,value=NAME"``, or a policy.
         layers, skip: formats of some layers, and layers to leave alone; see :class:`kvq_ops.policy.Policy`.
+        calibration: scales and codebooks fitted beforehand, for each layer.
+        eviction: keep only the heaviest tokens; see :class:`kvq_ops.eviction.Eviction` for what that loses.
 
     Returns:
         A function that makes ``generate()`` as it was, the same as :func:`restore_cache_`.
@@ -62,12 +68,12 @@ def use_quantized_cache_(
             allowed="a Hugging Face model that has generate()",
             do="call passes.quantize_kv_cache_(model, ...) with example inputs for other models",
         )
-    policy = Policy.of(format, layers=layers, skip=skip)
+    policy = Policy.of(format, layers=layers, skip=skip, calibration=calibration)
     # What does not fit should not wait for the first prompt.
-    QuantizedCache(model.config, policy, 1)
+    QuantizedCache(model.config, policy, 1, eviction=eviction)
     restore_cache_(model)
     before = vars(model).get(_HOOK)
-    setattr(model, _HOOK, _CacheMaker(model, policy, before))
+    setattr(model, _HOOK, _CacheMaker(model, policy, before, eviction))
     return lambda: restore_cache_(model)
 
 
@@ -87,8 +93,14 @@ class _CacheMaker:
     An object with a reference to the model, and not a bound function: copies and pickles of the model then refer to the copy.
     """
 
-    def __init__(self, model: Any, policy: Policy, before: Callable[..., Any] | None) -> None:
-        self.model, self.policy, self.before = model, policy, before
+    def __init__(
+        self,
+        model: Any,
+        policy: Policy,
+        before: Callable[..., Any] | None,
+        eviction: Eviction | None = None,
+    ) -> None:
+        self.model, self.policy, self.before, self.eviction = model, policy, before, eviction
 
     def __call__(
         self,
@@ -132,7 +144,9 @@ class _CacheMaker:
             "host_length": not getattr(model, "_can_compile_fullgraph", False),
         }
         if not crossed:
-            return QuantizedCache(model.config, self.policy, length, **options)
+            return QuantizedCache(model.config, self.policy, length, eviction=self.eviction, **options)
+        if self.eviction is not None:
+            options["eviction"] = self.eviction  # which refuses models with an encoder
         encoded = model_kwargs.get("encoder_outputs")
         encoder_length = encoded[0].shape[1] if encoded is not None else None
         return QuantizedCache.encoder_decoder(model.config, self.policy, length, encoder_length, **options)

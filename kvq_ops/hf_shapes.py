@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def _asked(text: Any, layers: int) -> list[Shape | None]:
             # Grouped matrix products of experts know bfloat16 alone there.
             model = AutoModelForCausalLM.from_config(copy.deepcopy(text), dtype=torch.bfloat16).eval()
         token = torch.zeros(1, 1, dtype=torch.long, device="meta")
-        model(token, use_cache=True, **{_cache_argument(model): cache})
+        model(token, use_cache=True, **{cache_argument(model): cache})
     shapes: list[Shape | None] = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -76,7 +77,6 @@ def _asked(text: Any, layers: int) -> list[Shape | None]:
     return [by_kind.get(kind) if shape is None else shape for kind, shape in zip(kinds, shapes, strict=True)]
 
 
-def _cache_argument(model: Any) -> str:
-    import inspect
-
+def cache_argument(model: Any) -> str:
+    """What this transformers calls the cache argument of ``forward``; it was renamed in 5.2x."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
