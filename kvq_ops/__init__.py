@@ -7,14 +7,17 @@ out = kvq_ops.attention(query, store, values_store, "int8_per_token_head", "int8
 
 from __future__ import annotations
 
-from . import errors, formats
+from . import cpu, errors, formats
 from .config import checked
 from .formats import Format, KVFormat, get_format, parse_kv_format, register_format
 from .handle import QuantizedKV
 from .ops import append_, attention, dequantize, quantize
+from .paged import paged_append_, paged_attention
 from .registry import explain, use_implementation
 
 __version__ = "0.1.0"
+
+cpu.register_kernels()
 
 __all__ = [
     "Format",
@@ -28,6 +31,8 @@ __all__ = [
     "explain",
     "formats",
     "get_format",
+    "paged_append_",
+    "paged_attention",
     "parse_kv_format",
     "quantize",
     "register_format",
