@@ -123,7 +123,14 @@ def fused_products(
     if gqa and lead:
         times = [divide(shapes[0][-3], shape[-3]) for shape in shapes[1:]]
         if times[0] is None or not known_equal(times[0], times[1] or 0):
-            raise Blocked(node, "groups query heads over kv heads whose numbers do not divide")
+            counts = [shape[-3] for shape in shapes]
+            if not all(isinstance(count, int) for count in counts):
+                raise Blocked(
+                    node, "groups query heads over kv heads whose numbers are symbolic; mark them static"
+                )
+            raise Blocked(
+                node, f"groups {counts[0]} query heads over {counts[1]} kv heads, which do not divide"
+            )
         if not known_equal(times[0], 1):
             repeats[lead[-1]] = times[0]
     sizes = {label: size for label, size in zip(lead, shape_of(node)[:-2], strict=True)}

@@ -20,6 +20,7 @@ from kvq_ops.axes import to_canonical
 from kvq_ops.errors import KVQError
 from kvq_ops.formats import Format, KVFormat, get_format
 from kvq_ops.handle import QuantizedKV
+from kvq_ops.policy import Policy
 from kvq_ops.stacked import StackedKV
 
 from .candidates import Candidate, Found, Slot, find_candidates
@@ -163,12 +164,29 @@ def _fake_handle(dense: Tensor, rows: Sequence[Format], axes: str) -> QuantizedK
         return QuantizedKV.empty(dense.shape, rows[0], **options)
 
 
-def quantize_dense(dense: Tensor, like: QuantizedKV) -> QuantizedKV:
-    """A real cache in the form of the (fake) one, holding what ``dense`` holds up to the last token that is not zero."""
+def quantize_dense(
+    dense: Tensor, like: QuantizedKV, candidate: Candidate, policy: Policy, first: int = 0
+) -> QuantizedKV:
+    """A real cache in the form of the (fake) one, holding what ``dense`` holds up to the last token that is not zero.
+
+    Args:
+        policy: what was calibrated.
+        first: the number of the graph's first layer.
+
+    Raises:
+        CalibrationError: scales or codebooks that a format needs are missing, or do not fit.
+    """
+    lead = [size for size, letter in zip(dense.shape, like.axes, strict=True) if letter == "l"]
+    static = []
+    for slot, part in zip(itertools.product(*(range(size) for size in lead)), like.caches(), strict=True):
+        side, layers = ("key", candidate.keys) if slot in candidate.keys else ("value", candidate.values)
+        shape = part.format.logical_shape(part.planes())
+        static.append(policy.static(first + layers.get(slot, 0), side, part.format, shape))
     if isinstance(like, StackedKV):
         formats = [part.format for part in like.parts]
-        return StackedKV.from_dense(dense, formats, axes=like.axes, length=filled_length)
-    return QuantizedKV.from_dense(dense, like.format, axes=like.axes, length=filled_length(dense, like.axes))
+        return StackedKV.from_dense(dense, formats, axes=like.axes, length=filled_length, static=static)
+    length = filled_length(dense, like.axes)
+    return QuantizedKV.from_dense(dense, like.format, axes=like.axes, length=length, static=static[0])
 
 
 def filled_length(dense: Tensor, axes: str) -> Tensor:

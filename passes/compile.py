@@ -29,6 +29,7 @@ from kvq_ops.handle import QuantizedKV
 from .candidates import find_candidates
 from .capture import capture
 from .fuse import fuse
+from .implementations import check_implementations
 from .latent import absorb
 from .lift import Lifted, flatten_handles, lift
 from .model import dense_fake, source_name
@@ -70,7 +71,8 @@ def kvq_backend(
     Returns:
         The compiled function. Errors of this toolkit are raised by its call rather than here, where Dynamo would wrap them:
         ``FormatError`` for options that cannot be used, ``UnsupportedWriteError`` for writes that codes cannot follow,
-        ``GradientError`` where the graph was to be differentiated, ``NothingRewrittenError`` when no attention was rewritten.
+        ``GradientError`` where the graph was to be differentiated, ``NothingRewrittenError`` when no attention was rewritten,
+        ``ImplementationError`` when the implementation asked for cannot run it; nothing was lowered then.
     """
     try:
         return _compile(graph_module, example_inputs, mode, _check_options(options, mode))
@@ -96,6 +98,7 @@ def _compile(
         error = _refusal(graph_module, captured, result, options.format)
         if error is not None:
             raise error
+    check_implementations(lifted.graph_module)
 
     compiled = _lower(lifted, mode, options)
     if not result.caches:

@@ -33,6 +33,7 @@ from torch.export.graph_signature import (
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from kvq_ops.calibration import Calibration
 from kvq_ops.errors import FormatError, NothingRewrittenError
 from kvq_ops.formats import Format, KVFormat
 from kvq_ops.handle import QuantizedKV
@@ -52,6 +53,7 @@ def quantize_exported(
     *,
     layers: Any = None,
     skip: Any = (),
+    calibration: Calibration | None = None,
     allow_unrewritten: bool = False,
 ) -> ExportedProgram:
     """A program whose KV caches are quantized; ``program`` is not changed.
@@ -62,12 +64,13 @@ def quantize_exported(
     Args:
         format: one name for all caches, ``"key=NAME,value=NAME"``, or a policy.
         layers, skip: formats of some layers, and layers to leave alone; see ``kvq_ops.policy.Policy``.
+        calibration: scales and codebooks fitted beforehand, for each layer.
         allow_unrewritten: return a program in which nothing could be rewritten instead of raising.
 
     Raises:
         NothingRewrittenError: when no attention reads a quantized cache; the message says what stood in the way.
     """
-    policy = Policy.of(format, layers=layers, skip=skip)
+    policy = Policy.of(format, layers=layers, skip=skip, calibration=calibration)
     _check_dialect(program)
     specs = program.graph_signature.input_specs
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
@@ -101,8 +104,9 @@ def quantize_exported(
         ],
         len(layers_found),
     )
+    policy.check_layers(len(layers_found))
     found = plan(captured, inputs, choose, constants, found=candidates, refuse=refuse)
-    result, real = _assemble(program, placeholders, found)
+    result, real = _assemble(program, placeholders, found, policy)
     report = _report(program, found, result, real)
     record(report)
     if not report.rewritten and not allow_unrewritten:
@@ -153,7 +157,7 @@ def _shared(program: ExportedProgram, spec: InputSpec) -> str:
 
 
 def _assemble(
-    program: ExportedProgram, placeholders: Sequence[Node], found: Plan
+    program: ExportedProgram, placeholders: Sequence[Node], found: Plan, policy: Policy
 ) -> tuple[ExportedProgram, dict[str, QuantizedKV]]:
     graph_module = found.lifted.graph_module
     old_signature = program.graph_signature
@@ -169,6 +173,8 @@ def _assemble(
     user_inputs: list[int] = []
     real: dict[str, QuantizedKV] = {}
     shared: dict[int, QuantizedKV] = {}
+    # By name: the graph that was searched may be a copy of the program's.
+    cached = {candidate.node.name: candidate for candidate in found.caches}
     for node, spec, handle in zip(placeholders, old_signature.input_specs, found.handles, strict=True):
         if handle is None:
             new = next(new_nodes)
@@ -189,7 +195,7 @@ def _assemble(
         assert spec.target is not None
         dense = _data(program, spec)
         if id(dense) not in shared:
-            shared[id(dense)] = quantize_dense(dense.detach(), handle)
+            shared[id(dense)] = quantize_dense(dense.detach(), handle, cached[node.name], policy)
         real[spec.target] = stored = shared[id(dense)]
         if (stored.format_name, stored.axes) != (handle.format_name, handle.axes):
             raise FormatError(
@@ -231,7 +237,7 @@ def _assemble(
         state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=[call],
-        example_inputs=_example_inputs(program, found.handles, old_signature.input_specs),
+        example_inputs=_example_inputs(program, found, placeholders, policy),
         constants=constants,
         verifiers=program.verifiers,
     )
@@ -279,18 +285,27 @@ def _own_state(program: ExportedProgram, gone: set[int]) -> tuple[dict[str, Any]
 
 
 def _example_inputs(
-    program: ExportedProgram, handles: Sequence[QuantizedKV | None], specs: Sequence[InputSpec]
+    program: ExportedProgram, found: Plan, placeholders: Sequence[Node], policy: Policy
 ) -> Any:
     """The example inputs, with planes in place of caches."""
-    user = [h for h, s in zip(handles, specs, strict=True) if s.kind == InputKind.USER_INPUT]
-    if program.example_inputs is None or not any(handle is not None for handle in user):
+    specs = program.graph_signature.input_specs
+    # By name: the graph that was searched may be a copy of the program's.
+    cached = {candidate.node.name: candidate for candidate in found.caches}
+    user = [
+        (handle, cached.get(node.name))
+        for handle, node, spec in zip(found.handles, placeholders, specs, strict=True)
+        if spec.kind == InputKind.USER_INPUT
+    ]
+    if program.example_inputs is None or not any(handle is not None for handle, _ in user):
         return program.example_inputs
     leaves, spec = pytree.tree_flatten(program.example_inputs)
     if len(leaves) != len(user):
         return None
     planes = [
-        leaf if handle is None else list(quantize_dense(leaf.detach(), handle).store)
-        for leaf, handle in zip(leaves, user, strict=True)
+        leaf
+        if handle is None or candidate is None
+        else list(quantize_dense(leaf.detach(), handle, candidate, policy).store)
+        for leaf, (handle, candidate) in zip(leaves, user, strict=True)
     ]
     return pytree.tree_unflatten(planes, spec)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kvq_ops.calibration import Calibration
 from kvq_ops.errors import FormatError, NothingRewrittenError
 from kvq_ops.formats import Format, KVFormat
 from kvq_ops.handle import QuantizedKV
@@ -33,6 +34,7 @@ def quantize_kv_cache_(
     *,
     layers: Any = None,
     skip: Any = (),
+    calibration: Calibration | None = None,
 ) -> Report:
     """Replace the KV caches of ``model`` by quantized ones, in place: all that can be, or when anything fails none.
 
@@ -49,6 +51,7 @@ def quantize_kv_cache_(
         example_inputs, example_kwargs: a call of the model, best a decode step.
         layers, skip: formats of some layers, and layers to leave alone; see ``kvq_ops.policy.Policy``. Layers count the
             attentions that read a cache of their own, in the order in which they run.
+        calibration: scales and codebooks fitted beforehand, for each layer.
 
     Returns:
         What was found and replaced, and what was left and why.
@@ -57,7 +60,7 @@ def quantize_kv_cache_(
         NothingRewrittenError: no cache could be replaced.
         FormatError: on formats and layers that do not exist, and caches that are quantized already in another format.
     """
-    policy = Policy.of(format, layers=layers, skip=skip)
+    policy = Policy.of(format, layers=layers, skip=skip, calibration=calibration)
     kwargs = example_kwargs or {}
     generates = hasattr(model, "_prepare_cache_for_generation") and hasattr(model, "config")
     if generates and not example_inputs and not kwargs:
@@ -79,7 +82,8 @@ def quantize_kv_cache_(
                 f"cache {name} is an argument: pass QuantizedKV.from_dense(cache, ..., axes={candidate.axes!r}) in its place"
             )
         elif id(dense) not in new:
-            new[id(dense)] = quantize_dense(dense.detach(), graph.plan.handle_of(candidate))
+            like = graph.plan.handle_of(candidate)
+            new[id(dense)] = quantize_dense(dense.detach(), like, candidate, policy, graph.first)
     report = planned.report
     if not new and not done and not generates:
         raise NothingRewrittenError(
@@ -123,6 +127,7 @@ class _Graph:
         self.traced = traced
         self.found = find_candidates(traced.captured)
         self.at = {node: i for i, node in enumerate(traced.placeholders())}
+        self.first = 0  # the number of its first layer among those of all graphs
         self.plan: Plan
         self.report: GraphReport
 
@@ -183,6 +188,7 @@ class _Plans:
                 return self._refuse(graph, candidate)
 
             traced = graph.traced
+            graph.first = first
             graph.plan = plan(traced.captured, traced.inputs, choose, found=graph.found, refuse=refuse)
             for candidate, reason in graph.plan.refused:
                 self.refused.setdefault(id(graph.object_of(candidate)), reason)
@@ -233,6 +239,7 @@ class _Plans:
             first += len(graph.found.layers)
         known = [(i, (*own, self.names.of(i).module), self.names.of(i).kind) for i, own in enumerate(names)]
         self.policy.check(known, len(known))
+        self.policy.check_layers(len(known))
 
     # ------------------------------------------------------------------------------------------------------ reporting
 
