@@ -227,14 +227,14 @@ class SiteError:
         return math.sqrt(self.error_square / self.exact_square)
 
 
-RoundTrip = Callable[[torch.Tensor], torch.Tensor]
+RoundTrip = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class AttentionError(TorchFunctionMode):
     """While entered, measures at every attention call what quantizing its K and V would change.
 
-    ``formats`` maps a name to a pair of functions (for keys, for values), each from [B, H, T, D]
-    to what reading back its stored form gives. Each call to ``scaled_dot_product_attention``
+    ``formats`` maps a name to a pair of functions (for keys, for values), each from [B, H, T, D] and the
+    number of the call to what reading back its stored form gives. Each call to ``scaled_dot_product_attention``
     returns its exact result, so later sites see exact inputs and the errors do not add up along
     the layers. ``errors[name]`` lists one :class:`SiteError` a call, in the order of the calls.
 
@@ -258,7 +258,11 @@ class AttentionError(TorchFunctionMode):
     def _measure(self, exact, query, key, value, *rest, **named):
         for name, (keys, values) in self.formats.items():
             changed = F.scaled_dot_product_attention(
-                query, keys(key).to(key.dtype), values(value).to(value.dtype), *rest, **named
+                query,
+                keys(key, self.sites).to(key.dtype),
+                values(value, self.sites).to(value.dtype),
+                *rest,
+                **named,
             )
             self.errors[name].append(
                 SiteError(
