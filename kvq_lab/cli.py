@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import kvq_ops
+from kvq_lab.bench_cli import add_parser as add_bench_parser
+from kvq_lab.calibrate_cli import add_parser as add_calibrate_parser
+from kvq_lab.eval_cli import add_parser as add_eval_parser
 from kvq_ops.errors import FormatError, KVQError
 
 
@@ -37,7 +40,7 @@ def split_formats(text: str) -> tuple[str, ...]:
         else:
             found.append(part)
     if not found:
-        raise FormatError("formats to compare", got=repr(text), allowed=", ".join(kvq_ops.formats.names()))
+        raise FormatError("formats to compare", got=repr(text), allowed=", ".join(kvq_ops.formats.kv_names()))
     return tuple(dict.fromkeys(str(kvq_ops.parse_kv_format(name)) for name in found))
 
 
@@ -54,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Load SmolLM2-135M-Instruct, compile it with backend='kvq', generate text, and compare "
         "cache bytes, quality and decode speed of every format with the unquantized model. "
         "Takes some minutes on two cores.",
-        epilog="formats: " + ", ".join(kvq_ops.formats.names()) + "; or key=NAME,value=NAME",
+        epilog="formats: " + ", ".join(kvq_ops.formats.kv_names()) + "; or key=NAME,value=NAME",
     )
     demo.add_argument("--formats", metavar="A,B", help="only these formats (default: all of them)")
     demo.add_argument(
@@ -81,6 +84,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     formats.set_defaults(run=_formats)
 
+    build = commands.add_parser(
+        "build",
+        help="compile the C++ kernels for this processor ahead of their first use",
+        description="Compile the C++ kernels for this processor with the system's compiler ($CXX, c++, g++ or clang++) and "
+        "print where they lie. Without this they are compiled at first use, in some seconds.",
+    )
+    build.set_defaults(run=_build)
+
     models = commands.add_parser(
         "models",
         help="run small models of many families through both doors and print a Markdown table",
@@ -96,6 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     models.add_argument("--json", type=_new_file, metavar="FILE", help="also write the rows as JSON")
     models.set_defaults(run=_models)
+
+    add_eval_parser(commands, _count, _new_file)
+    add_calibrate_parser(commands, _count, _new_file)
+    add_bench_parser(commands)
     return parser
 
 
@@ -110,7 +125,7 @@ def _demo(arguments: argparse.Namespace) -> None:
     # Formats are checked before the slow imports, so that a typo answers at once.
     from kvq_lab.assets import no_hub
 
-    names = arguments.formats if arguments.formats is not None else ",".join(kvq_ops.formats.names())
+    names = arguments.formats if arguments.formats is not None else ",".join(kvq_ops.formats.kv_names())
     formats = split_formats(names)
     no_hub()
     from kvq_lab import demo
@@ -122,10 +137,18 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _formats(arguments: argparse.Namespace) -> None:
     print(f"| format | bits a value at head_dim {arguments.head_dim} | stored |")
     print("|---|---|---|")
-    for name in kvq_ops.formats.names():
-        row = kvq_ops.get_format(name)
-        bits = "as the model" if row.lossless else f"{row.bits_per_value(arguments.head_dim):.2f}"
-        print(f"| `{name}` | {bits} | {row.summary} |")
+    for name in kvq_ops.formats.kv_names():
+        pair = kvq_ops.parse_kv_format(name)
+        rows = [pair.key] if pair.key == pair.value else [pair.key, pair.value]
+        bits = sum(row.bits_per_value(arguments.head_dim) for row in rows) / len(rows)
+        stored = rows[0].summary if len(rows) == 1 else f"keys: {rows[0].summary}; values: {rows[1].summary}"
+        print(f"| `{name}` | {'as the model' if pair.key.lossless else f'{bits:.2f}'} | {stored} |")
+
+
+def _build(arguments: argparse.Namespace) -> None:
+    from kvq_ops.cpu.build import build
+
+    print(build(verbose=True))
 
 
 def _models(arguments: argparse.Namespace) -> None:

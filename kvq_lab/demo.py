@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,16 @@ from rich.table import Table
 import kvq_ops
 import passes
 from kvq_lab import assets
+from kvq_lab.calibrate import observe
 from kvq_lab.environment import environment, one_line
 from kvq_lab.evaluate import AttentionError, RoundTrip, interleaved, live_bytes, score
 from kvq_lab.progress import Stages
+from kvq_ops.calibration import Calibration
 from kvq_ops.errors import ShapeError
+from kvq_ops.formats import Format
+from kvq_ops.handle import QuantizedKV
+from kvq_ops.hf_shapes import cache_argument
+from kvq_ops.policy import Policy
 
 SCHEMA = "kvq.demo/1"
 UNQUANTIZED = "unquantized"
@@ -53,6 +59,7 @@ class Settings:
         rounds: timed decode steps of each variant; one more goes before, untimed.
         answer: the longest answer, in tokens.
         inspected: tokens over which attention's own error is measured.
+        calibrated: tokens that codebooks are fitted to, from behind those that are scored.
         minutes: the time to keep within on a slow or busy machine. Scoring stops early after its share of
             it, after the same token for all, and a format is not compiled when that would end later; its
             row then has no speed and no count of sites. Both are said in the result.
@@ -65,6 +72,7 @@ class Settings:
     rounds: int = 12
     answer: int = 48
     inspected: int = 256
+    calibrated: int = 512
     minutes: float = 10.0
 
     @property
@@ -82,11 +90,6 @@ class Settings:
 # -- the variants ------------------------------------------------------------------------------
 
 
-def _cache_argument(model: Any) -> str:
-    """What this transformers calls the cache argument of ``forward``; it was renamed in 5.2x."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 @dataclasses.dataclass
 class Variant:
     """One row of the table: how to make its cache, and the model compiled for it."""
@@ -97,7 +100,7 @@ class Variant:
     cache: Any = None
 
 
-def make_variants(model: Any, settings: Settings) -> list[Variant]:
+def make_variants(model: Any, settings: Settings, fitted: Mapping[str, Calibration | None]) -> list[Variant]:
     """The unquantized model under plain torch.compile, then each format under backend="kvq"."""
     from transformers import StaticCache
 
@@ -122,7 +125,9 @@ def make_variants(model: Any, settings: Settings) -> list[Variant]:
         variants.append(
             Variant(
                 name,
-                functools.partial(QuantizedCache, config, name, max_cache_len=room),
+                functools.partial(
+                    QuantizedCache, config, name, max_cache_len=room, calibration=fitted.get(name)
+                ),
                 torch.compile(model, backend="kvq", **apart),
             )
         )
@@ -198,20 +203,44 @@ def text_ids(tokenizer: Any, settings: Settings) -> tuple[str, torch.Tensor]:
     return name, ids
 
 
-def _round_trips(name: str) -> tuple[RoundTrip, RoundTrip]:
-    pair = kvq_ops.parse_kv_format(name)
+def _round_trips(name: str, calibration: Calibration | None) -> tuple[RoundTrip, RoundTrip]:
+    policy = Policy.of(name, calibration=calibration)
 
-    def through(format: str) -> RoundTrip:
-        return lambda x: kvq_ops.dequantize(kvq_ops.quantize(x, format), format, x.dtype)
+    def through(side: str, row: Format) -> RoundTrip:
+        def trip(x: torch.Tensor, layer: int) -> torch.Tensor:
+            static = policy.static(layer, side, row, x.shape)
+            return QuantizedKV.from_dense(x, row, static=static).dequantize()
 
-    return through(pair.key.name), through(pair.value.name)
+        return trip
+
+    return through("key", policy.default.key), through("value", policy.default.value)
 
 
-def attention_errors(model: Any, ids: torch.Tensor, formats: Sequence[str]) -> dict[str, float]:
+def attention_errors(
+    model: Any, ids: torch.Tensor, formats: Mapping[str, Calibration | None]
+) -> dict[str, float]:
     """Mean relative L2 error of attention's output over all sites, each on exact inputs."""
-    with AttentionError({name: _round_trips(name) for name in formats}) as measured, torch.no_grad():
+    trips = {name: _round_trips(name, calibration) for name, calibration in formats.items()}
+    with AttentionError(trips) as measured, torch.no_grad():
         model(ids, use_cache=False)
     return {name: measured.relative_l2(name) for name in formats}
+
+
+def calibrations(
+    model: Any, tokenizer: Any, settings: Settings, advance: Callable[[int], None]
+) -> dict[str, Calibration | None]:
+    """What each format needs fitted beforehand, from text that is not scored."""
+    wanting = [name for name in settings.formats if kvq_ops.parse_kv_format(name).needs_calibration]
+    fitted: dict[str, Calibration | None] = dict.fromkeys(settings.formats)
+    if wanting:
+        ids = tokenizer(assets.passage()[1], return_tensors="pt").input_ids
+        after = ids[:, settings.context + settings.tokens + 1 :][:, -settings.calibrated :]
+        # Of a text that is not longer, the part that is not scored.
+        sample = observe(model, after if after.shape[1] > settings.context else ids[:, : settings.context])
+        for name in wanting:
+            fitted[name] = sample.fit(name)
+            advance(1)
+    return fitted
 
 
 def _graphs_compiled() -> int:
@@ -255,13 +284,15 @@ def measure(
     with stages.stage("Loading SmolLM2-135M-Instruct (converted on first use)", 1) as advance:
         model, tokenizer = load()
         advance(1)
-    argument = _cache_argument(model)
+    argument = cache_argument(model)
     text_name, ids = text_ids(tokenizer, settings)
-    variants = make_variants(model, settings)
+    with stages.stage("Fitting codebooks", len(settings.formats)) as advance:
+        fitted = calibrations(model, tokenizer, settings, advance)
+    variants = make_variants(model, settings, fitted)
     rows: dict[str, dict[str, Any]] = {variant.name: {"format": variant.name} for variant in variants}
 
     with stages.stage("Attention error at each site", 1) as advance:
-        errors = attention_errors(model, ids[:, : settings.inspected], settings.formats)
+        errors = attention_errors(model, ids[:, : settings.inspected], fitted)
         advance(1)
     rows[UNQUANTIZED]["attention_error"] = 0.0
     for name, error in errors.items():
@@ -419,6 +450,10 @@ def caption_of(result: dict[str, Any]) -> str:
     scored = result["scored_tokens"]
     filled = settings["context"] + scored
     short = "" if scored == settings["tokens"] else f" (of {settings['tokens']}: time ran short)"
+    codebooks = any(
+        row["format"] != UNQUANTIZED and kvq_ops.parse_kv_format(row["format"]).needs_calibration
+        for row in result["rows"]
+    )
     untimed = [row["format"] for row in result["rows"] if row["decode_speed"] is None]
     return "\n".join(
         (
@@ -430,6 +465,11 @@ def caption_of(result: dict[str, Any]) -> str:
             "all against the unquantized model.",
             "attention error: relative L2 error of attention's output from exact inputs, mean over "
             f"sites, first {settings['inspected']} tokens.",
+            *(
+                [f"codebooks are fitted to {settings['calibrated']} tokens that are not scored."]
+                if codebooks
+                else []
+            ),
             f"decode speed: one compiled step at about {filled} tokens against the unquantized model under "
             f"torch.compile; median of {settings['rounds']} interleaved rounds.",
             "sites rewritten: attention calls of the compiled decode step that read the cache's codes.",

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvq_ops.hf_shapes import cache_argument
+
 __all__ = [
     "FAMILIES",
     "Family",
@@ -283,12 +285,6 @@ def build(family: Family, attention: str, *, seed: int = 0) -> nn.Module:
                 parameter.add_(noise * 0.1)
             parameter.requires_grad_(False)
     return model
-
-
-def cache_argument(model: nn.Module) -> str:
-    """What the model calls its cache: ``cache``, or ``past_key_values`` in older releases of transformers."""
-    names = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
 
 
 def dense_cache(family: Family, model: Any, tokens: int) -> Any:
