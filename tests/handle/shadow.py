@@ -14,7 +14,16 @@ from kvq_ops.axes import dense_shape
 from kvq_ops.codecs import decode, encode
 
 # Formats whose codes of a token depend on that token alone; static scales are set by the first contents.
-FORMATS = ("none", "int8_per_token_head", "fp8_per_token_head", "int4_group32", "fp8_e4m3", "nvfp4")
+FORMATS = (
+    "none",
+    "int8_per_token_head",
+    "fp8_per_token_head",
+    "int4_group32",
+    "fp8_e4m3",
+    "nvfp4",
+    "turbo4",
+    "int4_per_tensor",
+)
 AXES = ("bhtd", "bthd", "bhdt", "thbd", "htd", "btd", "td", "b1htd")
 SIZES = {"b": 3, "h": 2, "t": 8, "d": 4}
 ALL = slice(None)

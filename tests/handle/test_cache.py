@@ -12,7 +12,7 @@ import torch
 from kvq_ops import QuantizedKV, cache, errors
 from tests.handle.shadow import FORMATS, Pair, planes_of, same_planes
 
-EVERY = (*FORMATS, "fp8_per_head", "fp8_e5m2", "int4_group64")
+EVERY = (*FORMATS, "fp8_per_head", "fp8_e5m2", "int2_group32", "int4_per_token_head+outlier10%")
 
 
 def filled(name: str, tokens: int, seed: int = 0, **kwargs: Any) -> QuantizedKV:

@@ -16,7 +16,7 @@ from kvq_ops import QuantizedKV, errors
 from kvq_ops.handle import dense_bytes, planned_bytes, storage_bytes
 from tests.handle.shadow import FORMATS, Pair, planes_of, same_planes
 
-EVERY = (*FORMATS, "fp8_e5m2", "fp8_per_head", "int4_group64")
+EVERY = (*FORMATS, "fp8_e5m2", "fp8_per_head", "int2_group32", "int4_per_token_head+outlier10%")
 
 
 class Attention(nn.Module):

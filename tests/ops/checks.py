@@ -1,37 +1,97 @@
-"""What the operator tests compare with: numpy computations that share no code with the package.
+"""What the operator tests go through and compare with: the rows of the table, stores bit for bit, attention within bounds.
 
-Encodings come from the oracle wherever it has the format; a codec that is missing from ``ORACLES`` fails the test of its
-rows, so that a new format cannot go unchecked.
+Codes and decoded values come from ``tests.ops.oracles``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import oracle
-import pytest
 import torch
 from torch import Tensor
 
+import kvq_ops
 from kvq_ops import formats, registry
+from kvq_ops.calibration import fit
 from kvq_ops.formats import Format
+from tests.ops.oracles import (  # noqa: F401  most are used through this module
+    CASTS,
+    DTYPES,
+    F32,
+    MAGNITUDES,
+    array,
+    decoded,
+    element_codes,
+    expected,
+    first_fit,
+    float8_bytes,
+    float8_values,
+    unpacked,
+)
 
-F32 = np.float32
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-LISTED = formats.names()
-# Rows that the grammar makes on demand: other groups, and bfloat16 parameters.
-DERIVED = ("int4_group32_bf16", "int4_group64_bf16", "int4_group8", "int4_group128")
+# Formats with a window take tokens in order only (test_windows.py); calibrated ones need a fit first (test_calibration.py).
+LISTED = tuple(
+    n for n in formats.names() if not (formats.get_format(n).windowed or formats.get_format(n).calibrated)
+)
+# Rows that the grammar makes on demand: each bit width, granularity, kind and dtype of parameters at least once.
+DERIVED = (
+    "int4_group32_bf16", "int4_group64_bf16", "int4_group8", "int4_group128", "int4_per_token_head_bf16",
+    "int4_per_token_head_fp32", "int3_group24", "int3_per_token_head", "int2_group64", "int2_per_token_head", "int2_group8_bf16",
+    "int8_group32", "int4_group32_sym", "int3_per_token_head_sym_bf16", "int2_group16_sym", "int8_per_token_head_asym",
+    "int8_per_tensor", "int8_per_head_asym", "int4_per_head_sym", "int3_per_tensor", "int2_per_head",
+)  # fmt: skip
 NAMES = LISTED + DERIVED
 STATIC = tuple(n for n in NAMES if formats.get_format(n).static_planes)
 PER_TOKEN = tuple(n for n in NAMES if n not in STATIC)
 
 
-def array(tensor: Tensor) -> np.ndarray:
-    """numpy view of a tensor; half floats widened to float32, which loses nothing."""
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype in DTYPES else tensor).numpy()
+def head_dims(fmt: Format, *dims: int) -> list[int]:
+    """Head sizes that this row can hold: each of ``dims``, moved up where codes are packed in larger units."""
+    return [d + -d % fmt.pack for d in dims]
+
+
+def _kind(fmt: Format) -> tuple[object, ...]:
+    planes = tuple((p.name, p.axes, p.dtype, p.items) for p in fmt.planes)
+    return fmt.codec, planes, fmt.rotation, fmt.calibrated
+
+
+# One row of each kind, where what is tested is how planes are passed about and not what is in them.
+CALIBRATED = ("nuq4_keys", "nuq3_values", "fp8_per_head+static", "nuq3_keys+outlier1%+hadamard")
+EACH_KIND = tuple(
+    {_kind(formats.get_format(n)): n for n in reversed((*LISTED, "int8_per_head_asym", *CALIBRATED))}.values()
+)[::-1]
+
+
+def fitted(name: str, heads: int, head_dim: int) -> dict[str, Tensor]:
+    """What a format has to be given beforehand; empty for one that needs nothing."""
+    fmt = formats.get_format(name)
+    if not fmt.calibrated:
+        return {}
+    x = torch.randn(2, heads, 48, head_dim, generator=torch.Generator().manual_seed(11))
+    return fit(x, fmt, inv_freq=torch.linspace(1, 0.01, head_dim // 2))
+
+
+def empty(
+    name: str, batch: int, heads: int, tokens: int, head_dim: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """An empty store that takes tokens, calibrated where it has to be."""
+    fmt = formats.get_format(name)
+    store = fmt.empty_store(batch, heads, tokens, head_dim, dtype=dtype)
+    for plane, value in fitted(name, heads, head_dim).items():
+        store[fmt.index(plane)].copy_(value)
+    return store
+
+
+def stored(x: Tensor, name: str) -> list[Tensor]:
+    """A full store holding ``x``, calibrated where it has to be."""
+    if not formats.get_format(name).calibrated:
+        return kvq_ops.quantize(x, name)
+    store = empty(name, *x.shape, dtype=x.dtype)
+    kvq_ops.append_(store, torch.arange(x.shape[2]), x, name)
+    store[-1].fill_(x.shape[2])
+    return store
 
 
 def copy(store: Sequence[Tensor]) -> list[Tensor]:
@@ -51,173 +111,6 @@ def assert_same_planes(got: Sequence[Tensor], want: Sequence[Tensor], fmt: Forma
         assert torch.equal(raw(a), raw(b)), where
 
 
-# ------------------------------------------------------------------------------------------------------ float8 bytes
-
-
-def _float8_magnitudes(exponent_bits: int, mantissa_bits: int, codes: int) -> np.ndarray:
-    """Values of the byte patterns 0..codes-1, from the definition of the format."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    byte = np.arange(codes)
-    exponent, mantissa = byte >> mantissa_bits, byte & (2**mantissa_bits - 1)
-    normal = (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
-    return np.where(exponent > 0, normal, mantissa / 2**mantissa_bits * 2.0 ** (1 - bias)).astype(F32)
-
-
-# Above the last finite byte of e4m3fn lies NaN, above that of e5m2 infinity.
-MAGNITUDES = {
-    torch.float8_e4m3fn: _float8_magnitudes(4, 3, 127),
-    torch.float8_e5m2: _float8_magnitudes(5, 2, 124),
-}
-CASTS = {torch.float8_e4m3fn: oracle.e4m3, torch.float8_e5m2: oracle.e5m2}
-
-
-def float8_bytes(values: np.ndarray, negative: np.ndarray, element: torch.dtype) -> np.ndarray:
-    table = MAGNITUDES[element]
-    byte = np.searchsorted(table, np.abs(values))
-    assert np.array_equal(table[byte], np.abs(values)), "not values of this element type"
-    return (byte | np.where(negative, 128, 0)).astype(np.uint8)
-
-
-def float8_values(codes: np.ndarray, element: torch.dtype) -> np.ndarray:
-    table = MAGNITUDES[element]
-    assert ((codes & 127) < len(table)).all(), "NaN or infinity among the codes"
-    return np.where(codes & 128, -table[codes & 127], table[codes & 127]).astype(F32)
-
-
-# -------------------------------------------------------------------------------------------------------- encodings
-
-
-def bfloat16(x: np.ndarray) -> np.ndarray:
-    """Round float32 to bfloat16, ties to even; the result as float32."""
-    bits = np.ascontiguousarray(x, F32).view(np.uint32).astype(np.uint64)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return bits.astype(np.uint32).view(F32).reshape(np.shape(x))
-
-
-ROUND16: dict[torch.dtype, tuple[Callable[[np.ndarray], np.ndarray], float, float]] = {
-    # rounding, largest value, relative error of rounding
-    torch.float16: (lambda x: np.asarray(x, np.float16).astype(F32), 65504.0, 2.0**-11),
-    torch.bfloat16: (bfloat16, 3.3895313892515355e38, 2.0**-8),
-}
-
-
-def saturating_asymmetric(
-    x: np.ndarray, bits: int, group: int, parameter: torch.dtype
-) -> tuple[np.ndarray, ...]:
-    """As ``oracle.asymmetric_encode``, with bfloat16 as well, and with planes that saturate where it gives infinity."""
-    round16, largest, _ = ROUND16[parameter]
-    top = 2**bits - 1
-    edge = F32(np.finfo(F32).max * (0.5 - 2**-8))
-    x = np.clip(np.asarray(x, F32), -edge, edge)
-    parts = []
-    for i in range(0, x.shape[-1], group):
-        g = x[..., i : i + group]
-        low, high = g.min(-1, keepdims=True), g.max(-1, keepdims=True)
-        s = round16(np.minimum((high - low) / F32(top), F32(largest)))
-        m = round16(np.clip(low, -F32(largest), F32(largest)))
-        q = np.where(s > 0, np.rint((g - m) / np.where(s > 0, s, F32(1))), 0)
-        parts.append((np.clip(q, 0, top).astype(np.uint8), s, m))
-    return tuple(np.concatenate(list(p), -1) for p in zip(*parts, strict=True))
-
-
-def _integer(fmt: Format, x: np.ndarray, static: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    names = [plane.name for plane in fmt.planes]
-    if "minimum" not in names:
-        assert fmt.bits == 8 and fmt.planes[fmt.index("scale")].axes == "BHT", (
-            f"{fmt.name}: unknown symmetric row"
-        )
-        codes, scale = oracle.int8_per_token_head_encode(x)
-        return {"codes": codes, "scale": scale}
-    parameter = fmt.planes[fmt.index("scale")].dtype
-    group = fmt.group or x.shape[-1]
-    with np.errstate(over="ignore", invalid="ignore"):
-        codes, scale, minimum = oracle.asymmetric_encode(x, fmt.bits, group)
-    if parameter != torch.float16 or np.isinf(scale).any() or np.isinf(minimum).any():
-        codes, scale, minimum = saturating_asymmetric(x, fmt.bits, group, parameter)
-    return {"codes": oracle.pack(codes, fmt.bits), "scale": scale.astype(F32), "minimum": minimum.astype(F32)}
-
-
-def _float8(fmt: Format, x: np.ndarray, static: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    assert fmt.element is not None
-    largest = F32(MAGNITUDES[fmt.element][-1])
-    planes = {}
-    if fmt.group == 0 and fmt.element == torch.float8_e4m3fn:
-        values, scale = oracle.fp8_per_token_head_encode(x)
-        planes["scale"] = scale
-    else:
-        assert fmt.group is None, f"{fmt.name}: unknown float8 row"
-        scale = static["scale"].reshape(1, -1, 1, 1)
-        quotient = np.where(scale > 0, x / np.where(scale > 0, scale, F32(1)), F32(0))
-        values = CASTS[fmt.element](np.clip(quotient, -largest, largest))
-    usable = scale.reshape(*scale.shape, *[1] * (4 - scale.ndim)) > 0
-    planes["codes"] = float8_bytes(values, np.signbit(x) & usable, fmt.element)
-    return planes
-
-
-def _block_scaled(fmt: Format, x: np.ndarray, static: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    assert fmt.group == 16 and fmt.bits == 4, f"{fmt.name}: unknown block-scaled row"
-    d = x.shape[-1]
-    padded = np.concatenate([x, np.zeros((*x.shape[:-1], -d % 16), F32)], -1)
-    g = static["decode_scale"][0]
-    if g == 0:
-        codes, scale = (
-            np.zeros(padded.shape, np.uint8),
-            np.zeros((*x.shape[:-1], padded.shape[-1] // 16), F32),
-        )
-    else:
-        codes, scale = oracle.nvfp4_encode(padded, g)
-    return {
-        "codes": oracle.pack(codes[..., :d], 4),
-        "block_scale": float8_bytes(scale, np.zeros(scale.shape, bool), torch.float8_e4m3fn),
-    }
-
-
-def _exact(fmt: Format, x: np.ndarray, static: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {"codes": x}
-
-
-Encode = Callable[[Format, np.ndarray, dict[str, np.ndarray]], dict[str, np.ndarray]]
-ORACLES: dict[str, Encode] = {
-    "exact": _exact,
-    "integer": _integer,
-    "float8": _float8,
-    "block_scaled": _block_scaled,
-}
-
-
-def calibrated(fmt: Format, x: np.ndarray) -> dict[str, np.ndarray]:
-    """Static planes for a first write of ``x [B, H, T, D]``."""
-    planes = {}
-    for i in fmt.static_planes:
-        plane = fmt.planes[i]
-        amax = np.abs(x).max((0, 2, 3) if plane.axes == "H" else None).reshape(-1)
-        if fmt.codec == "float8":
-            divisor = F32(MAGNITUDES[fmt.element][-1])
-        elif fmt.codec == "block_scaled":
-            divisor = F32(448 * 6)
-        else:
-            pytest.fail(f"no oracle for the static plane {plane.name!r} of format {fmt.name!r}: add one")
-        planes[plane.name] = np.where(amax > 0, np.maximum(amax, F32(1e-8)) / divisor, F32(0)).astype(F32)
-    return planes
-
-
-def expected(fmt: Format, x: Tensor, static: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-    """Every plane but ``length`` for ``x [B, H, T, D]``, by name; floats as float32.
-
-    ``static`` holds scales that are already set; by default they are fitted to ``x``.
-    """
-    if fmt.codec not in ORACLES:
-        pytest.fail(f"format {fmt.name!r} has codec {fmt.codec!r}, which has no oracle: add one to ORACLES")
-    values = array(x)
-    static = calibrated(fmt, values) if static is None else static
-    planes = {**static, **ORACLES[fmt.codec](fmt, values, static)}
-    wanted = {plane.name for plane in fmt.planes} - {"length"}
-    assert set(planes) == wanted, (
-        f"the oracle of {fmt.name!r} gives {sorted(planes)}, the row has {sorted(wanted)}"
-    )
-    return planes
-
-
 def assert_planes(store: Sequence[Tensor], fmt: Format, want: dict[str, np.ndarray], context: str) -> None:
     for plane, tensor in zip(fmt.planes[:-1], store[:-1], strict=True):
         got = array(tensor)
@@ -227,46 +120,6 @@ def assert_planes(store: Sequence[Tensor], fmt: Format, want: dict[str, np.ndarr
             f"{context} {plane.name}: {len(bad)} of {got.size} differ, first at {tuple(bad[0])}: "
             f"{got[tuple(bad[0])]} for {want[plane.name][tuple(bad[0])]}"
         )
-
-
-# -------------------------------------------------------------------------------------------------------- decodings
-
-
-def unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
-    if bits == 8:
-        return codes
-    parts = [(codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-    return np.stack(parts, -1).reshape(*codes.shape[:-1], -1)
-
-
-def element_codes(fmt: Format, store: Sequence[Tensor]) -> np.ndarray:
-    """One code for each channel, unpacked."""
-    codes = array(store[0])
-    return codes if fmt.lossless else unpacked(codes, fmt.bits)
-
-
-def decoded(fmt: Format, store: Sequence[Tensor]) -> np.ndarray:
-    """float32 ``[B, H, T, D]`` of a store."""
-    planes = {plane.name: array(tensor) for plane, tensor in zip(fmt.planes, store, strict=True)}
-    codes = element_codes(fmt, store)
-    if fmt.codec == "exact":
-        return codes
-    if fmt.codec == "integer" and "minimum" in planes:
-        return oracle.asymmetric_decode(
-            codes, planes["scale"], planes["minimum"], fmt.group or codes.shape[-1]
-        )
-    if fmt.codec == "integer":
-        return oracle.int8_per_token_head_decode(codes, planes["scale"])
-    if fmt.codec == "float8":
-        scale = planes["scale"]
-        values = float8_values(codes, fmt.element)
-        return values * (scale.reshape(1, -1, 1, 1) if fmt.group is None else scale[..., None])
-    if fmt.codec == "block_scaled":
-        d = codes.shape[-1]
-        padded = np.concatenate([codes, np.zeros((*codes.shape[:-1], -d % 16), np.uint8)], -1)
-        scale = float8_values(planes["block_scale"], torch.float8_e4m3fn)
-        return oracle.nvfp4_decode(padded, scale, planes["decode_scale"][0])[..., :d]
-    pytest.fail(f"format {fmt.name!r} has codec {fmt.codec!r}, which has no decoding oracle: add one")
 
 
 # -------------------------------------------------------------------------------------------------------- attention

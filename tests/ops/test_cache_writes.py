@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,33 +11,37 @@ import torch
 from torch import Tensor
 
 import kvq_ops
-from kvq_ops.formats import get_format
+from kvq_ops.formats import Format, get_format
 from tests.ops import checks
 from tests.ops.checks import DTYPES, F32, LISTED, NAMES, PER_TOKEN, STATIC
 
 # ----------------------------------------------------------------------------------------------------- static scales
 
 
+def assert_static(store: Sequence[Tensor], fmt: Format, want: dict[str, np.ndarray], why: str = "") -> None:
+    for i in fmt.static_planes:
+        plane = fmt.planes[i].name
+        assert np.array_equal(store[i].numpy(), want[plane]), f"{plane} {why}"
+
+
 @pytest.mark.parametrize("name", STATIC)
 def test_static_scales_are_fitted_once_and_kept(name: str) -> None:
     fmt = get_format(name)
-    (index,) = fmt.static_planes
-    plane = fmt.planes[index].name
     store = fmt.empty_store(1, 2, 6, 64)
-    assert not store[index].any(), "an unset scale is zero, never 1.0"
+    assert not any(store[i].any() for i in fmt.static_planes), "an unset scale is zero, never 1.0"
     kvq_ops.append_(store, torch.tensor([0]), torch.zeros(1, 2, 1, 64), name)
-    assert not store[index].any(), "zeros are nothing to fit a scale to"
+    assert not any(store[i].any() for i in fmt.static_planes), "zeros are nothing to fit a scale to"
     assert not kvq_ops.dequantize(store, name).any()
 
     first = torch.randn(1, 2, 2, 64) * 3
     kvq_ops.append_(store, torch.tensor([1, 2]), first, name)
-    fitted = checks.calibrated(fmt, first.numpy())
-    assert np.array_equal(store[index].numpy(), fitted[plane])
-    assert (store[index] != 1.0).all()
+    fitted = checks.first_fit(fmt, first)
+    assert_static(store, fmt, fitted)
+    assert (store[fmt.static_planes[0]] != 1.0).all()
 
     louder = torch.randn(1, 2, 2, 64) * 100
     kvq_ops.append_(store, torch.tensor([3, 4]), louder, name)
-    assert np.array_equal(store[index].numpy(), fitted[plane]), "the scale moved under tokens already coded"
+    assert_static(store, fmt, fitted, "the scale moved under tokens already coded")
     want = checks.expected(fmt, louder, fitted)
     for i in fmt.token_planes:
         assert np.array_equal(checks.array(store[i])[:, :, 3:5], want[fmt.planes[i].name])
@@ -48,12 +53,15 @@ def test_static_scales_are_fitted_once_and_kept(name: str) -> None:
 @pytest.mark.parametrize("name", STATIC)
 def test_a_preset_scale_is_kept(name: str) -> None:
     fmt = get_format(name)
-    (index,) = fmt.static_planes
     store = fmt.empty_store(1, 2, 4, 64)
-    store[index].fill_(0.037)
+    preset = {}
+    for i in fmt.static_planes:
+        # A scale; where there is a zero point too, a small whole number.
+        store[i].fill_(1.0 if fmt.planes[i].name == "zero_point" else 0.037)
+        preset[fmt.planes[i].name] = store[i].numpy().copy()
     x = torch.randn(1, 2, 4, 64)
     kvq_ops.append_(store, torch.arange(4), x, name)
-    preset = {fmt.planes[index].name: np.full(store[index].shape, 0.037, F32)}
+    assert_static(store, fmt, preset)
     checks.assert_planes(store, fmt, checks.expected(fmt, x, preset), "preset")
 
 
@@ -110,9 +118,7 @@ def test_codes_do_not_depend_on_chunks(name: str) -> None:
     for sizes in ([43], [1] * 43, SEVENS):
         checks.assert_same_planes(_append_in(sizes, x, name, preset), whole, fmt, f"chunks of {sizes[0]}")
     if name in STATIC:
-        (index,) = fmt.static_planes
-        first = _append_in(SEVENS, x, name)[index].numpy()
-        assert np.array_equal(first, checks.calibrated(fmt, x[:, :, :7].numpy())[fmt.planes[index].name])
+        assert_static(_append_in(SEVENS, x, name), fmt, checks.first_fit(fmt, x[:, :, :7]))
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
@@ -144,13 +150,14 @@ def test_D5_neighbours_and_padding_do_not_enter_a_row(name: str) -> None:
 def test_D5_tensor_scales_are_the_documented_exception(name: str) -> None:
     """A scale that spans tokens is fitted to the whole first write, padding and neighbours included; a set scale frees it."""
     fmt = get_format(name)
-    (index,) = fmt.static_planes
+    index = fmt.static_planes[0]
     row = torch.randn(1, 2, 5, 32)
     both = torch.cat([row * 100, row])
     alone, batch = kvq_ops.quantize(row, name), kvq_ops.quantize(both, name)
     assert (batch[index] > alone[index]).all()
     store = fmt.empty_store(2, 2, 5, 32)
-    store[index].copy_(alone[index])
+    for i in fmt.static_planes:
+        store[i].copy_(alone[i])
     kvq_ops.append_(store, torch.arange(5), both, name)
     for i in fmt.token_planes:
         assert torch.equal(store[i][1:], alone[i])
@@ -162,7 +169,7 @@ def test_D5_tensor_scales_are_the_documented_exception(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_planned_bytes_are_real_bytes(name: str) -> None:
     fmt = get_format(name)
-    for shape in (
+    for *sizes, head_dim in (
         (1, 1, 1, 64),
         (2, 4, 16, 32),
         (3, 5, 7, 100),
@@ -170,6 +177,7 @@ def test_planned_bytes_are_real_bytes(name: str) -> None:
         (2, 1, 0, 80),
         (0, 2, 3, 64),
     ):
+        shape = (*sizes, *checks.head_dims(fmt, head_dim))
         for dtype in DTYPES:
             made = fmt.empty_store(*shape, dtype=dtype)
             coded = kvq_ops.quantize(torch.randn(shape, dtype=dtype), name)
@@ -183,7 +191,7 @@ def test_planned_bytes_are_real_bytes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_per_value_is_the_limit_of_many_tokens(name: str) -> None:
     fmt = get_format(name)
-    for head_dim in (64, 100):
+    for head_dim in checks.head_dims(fmt, 64, 100):
         grown = fmt.nbytes(1, 2, 1001, head_dim) - fmt.nbytes(1, 2, 1, head_dim)
         assert fmt.bits_per_value(head_dim) == pytest.approx(grown * 8 / (1000 * 2 * head_dim), rel=1e-12)
 

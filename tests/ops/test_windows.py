@@ -12,11 +12,25 @@ import torch
 from torch import Tensor, nn
 
 import kvq_ops
-from kvq_ops import codecs, errors, reference, window
+from kvq_ops import codecs, errors, reference, registry, window
 from kvq_ops.formats import get_format
-from tests.ops import checks, more_oracle
+from tests.ops import checks, oracles
 from tests.ops.checks import DTYPES
-from tests.ops.windows import GROUPED, KIVI, SEVENS, SINGLE, SMALL, T, check, data, empty, filled, tokens_for
+from tests.ops.windows import (
+    CALIBRATED,
+    GROUPED,
+    KIVI,
+    SEVENS,
+    SINGLE,
+    SMALL,
+    T,
+    check,
+    data,
+    empty,
+    filled,
+    tokens_for,
+    window_state,
+)
 
 EVERY = SMALL + KIVI
 
@@ -36,7 +50,7 @@ def splits(tokens: int) -> dict[str, list[int]]:
 # ------------------------------------------------------------------------------------------------------------- chunks
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY + CALIBRATED)
 def test_codes_depend_on_the_tokens_alone(name: str) -> None:
     """At once, singly, in sevens, in random pieces: the codes of the oracle, and after every append."""
     x = data(name)
@@ -66,7 +80,7 @@ def test_quantize_is_an_append_to_nothing(name: str) -> None:
         ) == fmt.nbytes(*x.shape, dtype)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL + CALIBRATED)
 def test_no_token_is_coded_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token enters an encoder once, and a code that is written never changes."""
     fmt = get_format(name)
@@ -83,7 +97,8 @@ def test_no_token_is_coded_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(window, "encode", counting)
     store, before, known = empty(fmt, x), [], 0
     for t in range(T):
-        kvq_ops.append_(store, torch.tensor([t]), x[:, :, t : t + 1], name)
+        with registry.use_implementation("torch"):  # others do not go through ``window.encode``
+            kvq_ops.append_(store, torch.tensor([t]), x[:, :, t : t + 1], name)
         for plane, tensor, old in zip(fmt.planes, store, before, strict=False):
             if plane.per_token:
                 old_part, part = old[:, :, : known // plane.tokens], tensor[:, :, : known // plane.tokens]
@@ -103,7 +118,8 @@ def test_a_step_codes_no_more_than_one_group(name: str, monkeypatch: pytest.Monk
     real = codecs.encode
     monkeypatch.setattr(window, "encode", lambda v, *a: (sizes.append(v.shape[2]), real(v, *a))[1])
     x = data(name)
-    filled(name, x, [40, 1, 1])
+    with registry.use_implementation("torch"):
+        filled(name, x, [40, 1, 1])
     assert sizes[1:] == [fmt.token_group] * 2
 
 
@@ -159,7 +175,7 @@ def test_D4_groups_of_eight_under_a_window_of_eight(name: str) -> None:
 # -------------------------------------------------------------------------------------------------- rows and neighbours
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL + CALIBRATED)
 def test_D5_ragged_rows_with_loud_neighbours(name: str) -> None:
     """Rows at their own positions, one a hundred times as loud: each holds what it would hold alone."""
     x = data(name, rows=3)
@@ -201,7 +217,7 @@ def test_D5_padding_enters_no_scale(name: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ roll-back
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL + CALIBRATED)
 def test_a_draft_that_flushed_nothing_leaves_no_trace(name: str) -> None:
     """Draft some tokens, append at an earlier position: as if they had never been there."""
     fmt, x = get_format(name), data(name)
@@ -217,7 +233,7 @@ def test_a_draft_that_flushed_nothing_leaves_no_trace(name: str) -> None:
         check(store, name, x, [kept + 3] * 2, f"kept {kept} of {kept + room}")
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL + CALIBRATED)
 def test_a_roll_back_past_coded_tokens(name: str) -> None:
     """Whole groups stay coded as they were; of one that is cut through, the rest is exact as what it reads as."""
     fmt, x = get_format(name), data(name)
@@ -253,7 +269,7 @@ def test_a_roll_back_past_coded_tokens(name: str) -> None:
                 values = checks.array(text[:, :, whole:])
                 new = max(0, T - fmt.recent) // group * group - whole
                 assert fmt.base is not None
-                want = more_oracle.encoded(fmt.base, values[:, :, :new])
+                want = oracles.expected(fmt.base, values[:, :, :new])
                 for i in fmt.token_planes:
                     plane = fmt.planes[i]
                     got = checks.array(again[i])[:, :, whole // plane.tokens : (whole + new) // plane.tokens]
@@ -404,9 +420,7 @@ def test_attention_is_tight(key_name: str, value_name: str) -> None:
             dense.append(kvq_ops.dequantize(store, name).numpy())
         else:
             x = checks.array(key if name == key_name else value)
-            rows = [
-                more_oracle.window_state(fmt, x[r : r + 1], length)[2] for r, length in enumerate(lengths)
-            ]
+            rows = [window_state(fmt, x[r : r + 1], length)[2] for r, length in enumerate(lengths)]
             dense.append(np.concatenate(rows))
     query = torch.randn(3, 4, 5, 32)
     trimming = torch.zeros(T, dtype=torch.bool)
@@ -547,3 +561,24 @@ def test_the_oracle_would_notice() -> None:
         with pytest.raises(AssertionError):
             check(store, name, x, [T] * 2)
     assert len(GROUPED) + len(SINGLE) == len(SMALL) and tokens_for(KIVI[0]) > 128 + 32
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_e4m3", "fp8_per_head", "nvfp4", "int4_per_head", "int8_per_tensor_asym"]
+)
+@pytest.mark.parametrize("implementation", ["torch", "cpu"])
+def test_a_scale_is_fitted_to_all_tokens_that_are_known_when_the_first_is_coded(
+    name: str, implementation: str
+) -> None:
+    """A quiet first token must not set the scale of those that follow, when they come one by one after it."""
+    x = torch.randn(1, 2, 40, 16)
+    x[:, :, 0] *= 0.01
+    fmt, want = get_format(f"{name}+recent16"), kvq_ops.quantize(x[:, :, :17], name)
+    store = fmt.empty_store(1, 2, 40, 16)
+    with kvq_ops.use_implementation(implementation):
+        for t in range(40):
+            if t == 16:
+                assert not any(store[i].any() for i in fmt.static_planes), "nothing is coded yet"
+            kvq_ops.append_(store, torch.arange(t, t + 1), x[:, :, t : t + 1], fmt.name)
+    for i in fmt.static_planes:
+        assert torch.equal(store[i], want[get_format(name).index(fmt.planes[i].name)])

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import kvq_ops
-from kvq_ops.formats import Format, _asymmetric, _with_exact, get_format, register_format
-from tests.ops import checks, more_oracle
+from kvq_ops import rows
+from kvq_ops.formats import Format, get_format, register_format
+from tests.ops import checks, oracles
+from tests.ops.oracles import F32, Planes
 
 # Groups of eight tokens: the grammar has no name for them, since KIVI's are of 32.
 for _name, _bits, _recent, _sinks in (
@@ -19,9 +21,8 @@ for _name, _bits, _recent, _sinks in (
     ("test_keys_g8r0", 4, 0, 0),
     ("test_keys_g8r20s11", 4, 20, 11),
 ):
-    register_format(
-        _with_exact(_asymmetric("int_channel8", _bits, 1, tokens=8), _name, _recent, _sinks), listed=False
-    )
+    _base = rows.integer("int_channel8", _bits, symmetric=False, group=1, tokens=8)
+    register_format(rows.with_exact(_base, _name, _recent, _sinks), listed=False)
 
 GROUPED = ("test_keys_g8r8", "test_keys_g8r5s3", "test_keys_g8r0", "test_keys_g8r20s11", "int8_per_channel")
 SINGLE = (
@@ -32,6 +33,13 @@ SINGLE = (
     "int3_group32+hadamard+recent3+sink2",
     "int4_group32+outlier5%+recent4",
     "mxfp8+recent0",
+)
+CALIBRATED = (
+    "nuq4_keys+recent8+sink4",
+    "nuq3_values+recent5",
+    "nuq3_keys+outlier2%+recent3",
+    "fp8_per_head+static+sink2",
+    "int4_per_head+hadamard+static+recent4",
 )
 KIVI = ("kivi4_keys", "kivi2_values+sink4", "kivi2_keys+recent32+hadamard")
 SMALL = GROUPED + SINGLE
@@ -53,7 +61,10 @@ def data(
 def presets(fmt: Format, x: Tensor) -> dict[str, np.ndarray] | None:
     """Scales that span tokens, set beforehand."""
     assert fmt.base is not None
-    return checks.calibrated(fmt.base, checks.array(x)) if fmt.static_planes else None
+    if fmt.base.calibrated:
+        fitted = checks.fitted(fmt.base.name, x.shape[1], x.shape[3])
+        return {name: checks.array(plane) for name, plane in fitted.items()}
+    return oracles.first_fit(fmt.base, x) if fmt.static_planes else None
 
 
 def empty(fmt: Format, x: Tensor, capacity: int | None = None) -> list[Tensor]:
@@ -83,6 +94,26 @@ def coded_planes(store: Sequence[Tensor], fmt: Format, row: int, coded: int) -> 
     return planes
 
 
+def window_state(
+    fmt: Format, x: np.ndarray, length: int, static: Planes | None = None
+) -> tuple[int, Planes, np.ndarray]:
+    """What a store in a format with a window holds after ``length`` tokens of ``x`` in one row.
+
+    Returns:
+        how many tokens are coded, the planes of those, and what all tokens read as (zero from ``length`` on).
+    """
+    assert fmt.base is not None
+    coded = max(0, length - fmt.recent) // fmt.token_group * fmt.token_group
+    planes = oracles.expected(fmt.base, x[:, :, :coded], static) if coded else {}
+    dense = np.zeros(x.shape, F32)
+    dense[:, :, :length] = x[:, :, :length]
+    if coded:
+        dense[:, :, :coded] = oracles.decoded(fmt.base, planes)
+        first = min(fmt.sinks, coded)
+        dense[:, :, :first] = x[:, :, :first]
+    return coded, planes, dense
+
+
 def check(store: Sequence[Tensor], name: str, x: Tensor, lengths: Sequence[int], context: str = "") -> None:
     """Codes, scales, counts and what every token reads as, row by row against numpy."""
     fmt = get_format(name)
@@ -91,7 +122,7 @@ def check(store: Sequence[Tensor], name: str, x: Tensor, lengths: Sequence[int],
     assert store[-1].tolist() == list(lengths), context
     for row, length in enumerate(lengths):
         where = f"{name} row {row} of {length} tokens {context}"
-        coded, planes, dense = more_oracle.window_state(fmt, values[row : row + 1], length, static)
+        coded, planes, dense = window_state(fmt, values[row : row + 1], length, static)
         assert store[fmt.index("coded")][row] == coded, where
         assert length - coded <= fmt.recent + fmt.token_group, f"the exact tail of {where}"
         got = coded_planes(store, fmt, row, coded)
