@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticCache  # noqa: E402
 
-from kvq_ops import dequantize, errors, quantize  # noqa: E402
+from kvq_ops import dequantize, quantize  # noqa: E402
 from kvq_ops.handle import planned_bytes  # noqa: E402
 from kvq_ops.hf import QuantizedCache  # noqa: E402
 from tests.hf.models import config, model, prompt  # noqa: E402
@@ -131,15 +131,3 @@ def test_d1_drafts_that_are_rejected() -> None:
     for a, b in zip(cache.handles(), never.handles(), strict=True):
         assert torch.equal(a + 0, b + 0)
     assert next(cache.handles()).plane_coded.tolist() == [32, 32]
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("spec", ["kivi4", "int8_per_token_head+recent8", "key=none,value=int8_per_channel"])
-def test_layers_that_slide_name_the_way_out(name: str, spec: str) -> None:
-    with pytest.raises(errors.FormatError) as raised:
-        QuantizedCache(config(name), spec, LENGTH)
-    text = str(raised.value)
-    assert "'sliding_attention'" in text and "layers={'sliding_attention': 'int4_group32'}" in text
-    cache = QuantizedCache(config(name), spec, LENGTH, layers={"sliding_attention": "int4_group32"})
-    assert run(model(name), cache, prompt(2, 14), [9, 1, 4]).isfinite().all()
-    QuantizedCache(config(name), spec, LENGTH, skip="sliding_attention")
