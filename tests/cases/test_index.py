@@ -1,0 +1,44 @@
+"""Which reported case is tested where: every id of groups D, F and G is in the name of a test somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+CASES = [
+    "D1",
+    "D2",
+    "D3",
+    "D4",
+    "D5",
+    "D8",
+    "D9",
+    "D10",
+    "D12",
+    "F1",
+    "F2",
+    "F3",
+    "F4",
+    "F6",
+    "G1",
+    "G5",
+    "G6",
+]
+
+
+def cases_by_id() -> dict[str, list[str]]:
+    """Tests by the id in their name."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and (match := re.match(r"test_([a-zA-Z]\d+)_", node.name)):
+                found.setdefault(match[1].upper(), []).append(f"{path.relative_to(TESTS)}::{node.name}")
+    return found
+
+
+def test_every_case_has_a_test() -> None:
+    found = cases_by_id()
+    missing = [case for case in CASES if case not in found]
+    assert not missing, f"no test is named after {', '.join(missing)}"
