@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +13,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from kvq_ops.formats import Format, parse_kv_format
+from kvq_lab.calibrate import calibrate
+from kvq_ops.calibration import Calibration
+from kvq_ops.formats import Format, get_format, parse_kv_format
 from kvq_ops.hf import QuantizedCache
+from tests.ops.oracles import normal_table, random_signs
 
 Step = Callable[[Tensor, int], Tensor]
 
@@ -47,7 +52,20 @@ def stepper(model: Any, call: Callable[..., Any], cache: Any) -> Step:
 
 
 def quantized_cache(model: Any, format: str, length: int) -> QuantizedCache:
-    return QuantizedCache(model.config, format, max_cache_len=length, dtype=torch.float32)
+    """A cache for ``length`` tokens; codebooks are fitted to a few tokens, which is enough to have some."""
+    calibration = None
+    if parse_kv_format(format).needs_calibration:
+        known = _fitted.setdefault(model, {})
+        if format not in known:
+            with torch.enable_grad():
+                known[format] = calibrate(model, torch.arange(100, 164).view(1, -1), format)
+        calibration = known[format]
+    return QuantizedCache(
+        model.config, format, max_cache_len=length, dtype=torch.float32, calibration=calibration
+    )
+
+
+_fitted: weakref.WeakKeyDictionary[Any, dict[str, Calibration]] = weakref.WeakKeyDictionary()
 
 
 def run(step: Step, ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -63,7 +81,8 @@ def run(step: Step, ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 class FakeQuantized(DynamicCache):
     """A growing dense cache whose new keys and values pass through quantize and dequantize in plain torch.
 
-    Written from the formulas, for formats whose groups lie within one token, and for float8 scales that the first call fixes.
+    Written from the formulas, for formats whose groups lie within one token, for groups of tokens that one call brings whole, and
+    for float8 scales that the first call fixes.
     """
 
     def __init__(self, config: Any, format: str) -> None:
@@ -81,6 +100,25 @@ class FakeQuantized(DynamicCache):
     def through(self, x: Tensor, fmt: Format, where: tuple[int, str]) -> Tensor:
         if fmt.lossless:
             return x
+        if "+hadamard" in fmt.name:
+            turned = x @ hadamard(x.shape[-1])
+            return self.through(turned, get_format(fmt.name.replace("+hadamard", "")), where) @ hadamard(
+                x.shape[-1]
+            )
+        if fmt.name == "kivi4_keys+recent0":
+            assert x.shape[2] % 32 == 0, "calls of whole groups"
+            lines = self.through(x.transpose(2, 3), get_format("int4_group32"), where)
+            return lines.transpose(2, 3)
+        if fmt.name == "kivi4_values+recent0":
+            return self.through(x, get_format("int4_group32"), where)
+        if fmt.name == "turbo4":
+            norm = x.norm(dim=-1, keepdim=True).half().float()
+            signs = torch.from_numpy(random_signs(x.shape[-1]))
+            turned = (x * signs) @ hadamard(x.shape[-1])
+            table = torch.from_numpy(normal_table(4))
+            z = turned * x.shape[-1] ** 0.5 / norm
+            entries = table[(z.unsqueeze(-1) - table).abs().argmin(-1)]
+            return (entries * norm / entries.norm(dim=-1, keepdim=True)) @ hadamard(x.shape[-1]) * signs
         if fmt.name == "int8_per_token_head":
             scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
             return (x / scale).round().clamp(-127, 127) * scale
@@ -109,6 +147,12 @@ class FakeQuantized(DynamicCache):
             scaled = torch.where(factor > 0, blocks / factor, 0.0)
             return (e2m1(scaled) * factor).flatten(-2)
         raise NotImplementedError(f"write the formula of {fmt.name} here, from the table of formats")
+
+
+def hadamard(n: int) -> Tensor:
+    """Sylvester's matrix over ``sqrt(n)``, entry by entry: the parity of ``i & j`` is its sign."""
+    signs = [[(-1) ** (i & j).bit_count() for j in range(n)] for i in range(n)]
+    return torch.tensor(signs, dtype=torch.float32) / math.sqrt(n)
 
 
 def e2m1(x: Tensor) -> Tensor:
