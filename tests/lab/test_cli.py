@@ -71,7 +71,7 @@ def test_help_lists_every_format(capsys) -> None:
         cli.main(["demo", "--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out.replace("\n", " ")
-    for name in kvq_ops.formats.names():
+    for name in kvq_ops.formats.kv_names():
         assert name in shown
     for option in ("--formats", "--tokens", "--json"):
         assert option in shown
@@ -115,4 +115,4 @@ def test_the_arguments_reach_the_demo(monkeypatch, tmp_path: Path) -> None:
     assert cli.main(["demo", "--formats", "none,nvfp4", "--tokens", "7", "--json", str(file)]) == 0
     assert cli.main(["demo"]) == 0
     assert seen[0] == (demo.Settings(formats=("none", "nvfp4"), tokens=7), file)
-    assert seen[1] == (demo.Settings(formats=kvq_ops.formats.names()), None)
+    assert seen[1] == (demo.Settings(formats=kvq_ops.formats.kv_names()), None)

@@ -14,9 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from kvq_ops.hf_shapes import cache_argument
+
 pytest.importorskip("transformers", reason="the lab extra is not installed")
 
 from kvq_lab import assets, demo
+from kvq_lab.calibrate import observe
 from kvq_lab.progress import Stages
 from kvq_ops.errors import ShapeError
 
@@ -204,11 +207,11 @@ def test_more_tokens_than_the_text_has_is_refused(tmp_path: Path, monkeypatch) -
 def test_attention_errors_order_the_formats() -> None:
     model, tokenizer = tiny_llama()
     ids = tokenizer(assets.passage()[1][:60], "pt").input_ids
-    errors = demo.attention_errors(model, ids, ("none", "int8_per_token_head", "int4_group32"))
+    errors = demo.attention_errors(model, ids, dict.fromkeys(("none", "int8_per_token_head", "int4_group32")))
     assert errors["none"] == 0.0 < errors["int8_per_token_head"] < errors["int4_group32"]
     # Keys alone and values alone each cost something, and both together more.
     parts = ("key=int4_group32,value=none", "key=none,value=int4_group32")
-    sides = demo.attention_errors(model, ids, parts)
+    sides = demo.attention_errors(model, ids, dict.fromkeys(parts))
     assert min(sides.values()) > 0
     assert max(sides.values()) < errors["int4_group32"]
 
@@ -221,15 +224,31 @@ def test_smollm2_quality_in_eager_mode(smollm2) -> None:
     _, ids = demo.text_ids(tokenizer, settings)
     from kvq_lab.evaluate import score
 
-    argument = demo._cache_argument(model)
+    argument = cache_argument(model)
 
     def step(cache):
         return lambda x, start: model(x, **{argument: cache, "use_cache": True}).logits
 
-    variants = demo.make_variants(model, settings)
+    variants = demo.make_variants(model, settings, {})
     steps = {variant.name: step(variant.new_cache()) for variant in variants}
     quality = score(steps, "unquantized", ids, 128, 32)
     assert abs(quality["none"].kl) < 1e-8
     assert 10 < quality["unquantized"].perplexity < 60
     assert 0 < quality["int8_per_token_head"].kl < 0.005
     assert math.isfinite(quality["int8_per_token_head"].perplexity_change_error)
+
+
+def test_codebooks_are_fitted_to_text_that_is_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny_llama()
+    settings = demo.Settings(formats=("none", "nuq4"), tokens=16, context=16, calibrated=24)
+    seen = []
+    monkeypatch.setattr(demo, "observe", lambda model, ids: seen.append(ids) or observe(model, ids))
+    fitted = demo.calibrations(model, tokenizer, settings, lambda count: None)
+    assert fitted["none"] is None and (0, "key") in fitted["nuq4"].planes
+    whole = tokenizer(assets.passage()[1], "pt").input_ids
+    assert torch.equal(seen[0], whole[:, -24:]) and seen[0].shape == (1, 24)
+    _, ids = demo.text_ids(tokenizer, settings)
+    errors = demo.attention_errors(model, ids, fitted)
+    assert 0 == errors["none"] < errors["nuq4"] < 0.5
+    (_, plain, nuq) = demo.make_variants(model, settings, fitted)
+    assert nuq.new_cache().layer_formats[0].needs_calibration and plain.name == "none"

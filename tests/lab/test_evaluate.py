@@ -199,13 +199,13 @@ class Attention(torch.nn.Module):
         return F.scaled_dot_product_attention(first, k, v, attn_mask=None, scale=0.3)
 
 
-def _round(x: torch.Tensor) -> torch.Tensor:
+def _round(x: torch.Tensor, site: int = 0) -> torch.Tensor:
     return (x * 4).round() / 4
 
 
 def test_attention_error_measures_each_site_on_exact_inputs() -> None:
     q, k, v = torch.randn(3, 2, 4, 9, 16).unbind()
-    same = (lambda x: x, lambda x: x)
+    same = (lambda x, site: x, lambda x, site: x)
     model = Attention()
     expected = model(q, k, v)
     with AttentionError({"round": (_round, _round), "same": same}) as measured:
@@ -220,7 +220,7 @@ def test_attention_error_measures_each_site_on_exact_inputs() -> None:
 
 def test_attention_error_knows_keys_from_values() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
-    formats = {"keys": (_round, lambda x: x), "values": (lambda x: x, _round)}
+    formats = {"keys": (_round, lambda x, site: x), "values": (lambda x, site: x, _round)}
     with AttentionError(formats) as measured:
         exact = F.scaled_dot_product_attention(query=q, key=k, value=v)
     only_values = F.scaled_dot_product_attention(q, k, _round(v))
