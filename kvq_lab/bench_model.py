@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from kvq_lab.bench_attention import short
 from kvq_lab.bench_rows import Row
 from kvq_lab.bench_timing import Clock, Contender, Expected, time_contenders
 from kvq_lab.calibrate import observe
-from kvq_lab.demo import Decoder
+from kvq_lab.demo import Decoder, compiled_apart
 from kvq_lab.evaluate import live_bytes, log_probabilities
 from kvq_lab.progress import Stages
 from kvq_ops import reference
@@ -126,13 +125,6 @@ def _filled(cached: Cached, model: Any, written: Written, context: int, room: in
     for layer, (key, value) in enumerate(written):
         cache.update(key[:, :, :context].to(dtype), value[:, :, :context].to(dtype), layer)
     return cache
-
-
-def _compiled(model: Any, backend: str) -> Any:
-    # Each keeps its own code; otherwise they would share one recompile limit and try each other's guards.
-    apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-    options: dict[str, Any] = {"isolate_recompiles": True} if apart else {}
-    return torch.compile(model, backend=backend, **options)
 
 
 # -- right or not -------------------------------------------------------------------------------------------------------
@@ -360,7 +352,7 @@ class _AtContext:
 
     def _compiled(self, name: str, model: Any, backend: str) -> Any:
         if name not in self.forwards:
-            self.forwards[name] = _compiled(model, backend)
+            self.forwards[name] = compiled_apart(model, backend=backend)
         return self.forwards[name]
 
     def _check(

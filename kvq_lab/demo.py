@@ -100,25 +100,26 @@ class Variant:
     cache: Any = None
 
 
+def compiled_apart(model: Any, **options: Any) -> Callable[..., Any]:
+    """``torch.compile`` with code of its own: variants would share one recompile limit and try each other's guards."""
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(model, **options)
+    return compiled
+
+
 def make_variants(model: Any, settings: Settings, fitted: Mapping[str, Calibration | None]) -> list[Variant]:
     """The unquantized model under plain torch.compile, then each format under backend="kvq"."""
     from transformers import StaticCache
 
     from kvq_ops.hf import QuantizedCache
 
-    # Each variant keeps its own compiled code; otherwise they would share one recompile limit
-    # and try each other's guards on every step.
-    apart: dict[str, Any] = (
-        {"isolate_recompiles": True}
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters
-        else {}
-    )
     config, room = model.config, settings.capacity
     variants = [
         Variant(
             UNQUANTIZED,
             functools.partial(StaticCache, config=config, max_cache_len=room),
-            torch.compile(model, **apart),
+            compiled_apart(model),
         )
     ]
     for name in settings.formats:
@@ -128,7 +129,7 @@ def make_variants(model: Any, settings: Settings, fitted: Mapping[str, Calibrati
                 functools.partial(
                     QuantizedCache, config, name, max_cache_len=room, calibration=fitted.get(name)
                 ),
-                torch.compile(model, backend="kvq", **apart),
+                compiled_apart(model, backend="kvq"),
             )
         )
     return variants

@@ -203,6 +203,26 @@ def _check_finite(op: str, x: Tensor) -> None:
         )
 
 
+def _check_kept(op: str, store: Sequence[Tensor], x: Tensor, fmt: Format) -> None:
+    """Values that a format keeps as they are must come in the dtype that it keeps them in."""
+    if fmt.keeps_exact:
+        kept = next(
+            tensor.dtype for plane, tensor in zip(fmt.planes, store, strict=True) if plane.dtype is None
+        )
+        if x.dtype != kept:
+            what = (
+                "an unquantized cache"
+                if fmt.lossless
+                else f"a cache in format {fmt.name!r}, which keeps exact values"
+            )
+            raise DtypeError(
+                f"kvq::{op} into {what}",
+                got=str(x.dtype),
+                allowed=str(kept),
+                do="make the cache in the dtype of the model",
+            )
+
+
 def _check_append(
     store: Sequence[Tensor], position: Tensor, x: Tensor, fmt: Format
 ) -> tuple[int, int, int, int]:
@@ -230,22 +250,7 @@ def _check_append(
             do="give the slots that the tokens go to, such as torch.arange(start, start + N)",
         )
     _check_device("append_", position, x, *store)
-    if fmt.keeps_exact:
-        kept = next(
-            tensor.dtype for plane, tensor in zip(fmt.planes, store, strict=True) if plane.dtype is None
-        )
-        if x.dtype != kept:
-            what = (
-                "an unquantized cache"
-                if fmt.lossless
-                else f"a cache in format {fmt.name!r}, which keeps exact values"
-            )
-            raise DtypeError(
-                f"kvq::append_ into {what}",
-                got=str(x.dtype),
-                allowed=str(kept),
-                do="make the cache in the dtype of the model",
-            )
+    _check_kept("append_", store, x, fmt)
     return shape
 
 
@@ -270,10 +275,26 @@ def _check_attention(
             allowed="equal batch, kv heads and tokens",
             do="pass the keys and the values of one layer",
         )
+    _check_over("attention", query, (batch, heads, tokens, head_dim), mask, sinks, window, softcap)
+    _check_device("attention", query, mask, sinks, *key_store, *value_store)
+    return batch, query.shape[1], tokens, head_dim, value_shape[3]
+
+
+def _check_over(
+    op: str,
+    query: Tensor,
+    keys: tuple[int, int, int, int],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+) -> None:
+    """What attention of ``query`` over keys of the shape ``keys`` asks of its arguments, wherever the keys are kept."""
+    batch, heads, tokens, head_dim = keys
     rows, query_heads = query.shape[0], query.shape[1]
     if rows != batch or query.shape[3] != head_dim or (query_heads % heads if heads else query_heads):
         raise ShapeError(
-            f"kvq::attention over keys {(batch, heads, tokens, head_dim)}",
+            f"kvq::{op} over keys {(batch, heads, tokens, head_dim)}",
             got=f"query {tuple(query.shape)}",
             allowed=f"[{batch}, a multiple of {heads}, Tq, {head_dim}]",
             do="check batch size, heads and head_dim of the query against the cache",
@@ -285,41 +306,39 @@ def _check_attention(
         )
         if not fits:
             raise ShapeError(
-                "kvq::attention mask",
+                f"kvq::{op} mask",
                 got=f"{tuple(mask.shape)}",
                 allowed=f"broadcastable to {full}",
                 do="the last axis counts every allocated token of the cache",
             )
         if mask.dtype is not torch.bool and not mask.dtype.is_floating_point:
             raise DtypeError(
-                "kvq::attention mask",
+                f"kvq::{op} mask",
                 got=str(mask.dtype),
                 allowed="bool (True may attend) or floating (added to the scores)",
                 do="compare integer masks with != 0",
             )
     if sinks is not None and tuple(sinks.shape) != (query_heads,):
         raise ShapeError(
-            "kvq::attention sinks",
+            f"kvq::{op} sinks",
             got=f"{tuple(sinks.shape)}",
             allowed=f"[{query_heads}]",
             do="give one logit for each query head",
         )
     if sinks is not None and not sinks.dtype.is_floating_point:
         raise DtypeError(
-            "kvq::attention sinks",
+            f"kvq::{op} sinks",
             got=str(sinks.dtype),
             allowed="a floating dtype",
             do="cast the logits to the dtype of the query",
         )
     if window < 0 or not 0 <= softcap < math.inf:
         raise ShapeError(
-            "kvq::attention window and softcap",
+            f"kvq::{op} window and softcap",
             got=f"{window} and {softcap}",
             allowed="finite and not negative; 0 turns them off",
             do="leave out the one that the model does not have",
         )
-    _check_device("attention", query, mask, sinks, *key_store, *value_store)
-    return batch, query_heads, tokens, head_dim, value_shape[3]
 
 
 # ------------------------------------------------------------------------------------------------------ real kernels

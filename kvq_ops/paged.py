@@ -25,7 +25,14 @@ from . import reference
 from .codecs import encode
 from .errors import CapacityError, DtypeError, FormatError, ShapeError
 from .formats import Format, get_format
-from .ops import _check_attention, _check_device, _check_finite, _check_gradient, _check_values
+from .ops import (
+    _check_device,
+    _check_finite,
+    _check_gradient,
+    _check_kept,
+    _check_over,
+    _check_values,
+)
 from .registry import Implementation, Request, register, select
 
 __all__ = ["paged_append_", "paged_attention"]
@@ -164,15 +171,7 @@ def _check_append(pages: Sequence[Tensor], table: Tensor, position: Tensor, x: T
             allowed=f"{(x.shape[0], x.shape[2])}: one for each token",
         )
     _check_device("paged_append_", position, table, x, *pages)
-    if fmt.keeps_exact:
-        kept = next(t.dtype for plane, t in zip(fmt.planes, pages, strict=True) if plane.dtype is None)
-        if x.dtype != kept:
-            raise DtypeError(
-                f"kvq::paged_append_ into pages in format {fmt.name!r}, which keep exact values",
-                got=str(x.dtype),
-                allowed=str(kept),
-                do="make the pages in the dtype of the model",
-            )
+    _check_kept("paged_append_", pages, x, fmt)
 
 
 def _check_reads(
@@ -221,14 +220,10 @@ def _check_reads(
                 allowed="a page for every token that counts",
             )
     # The rest is as for a contiguous cache of as many tokens as the table has room for.
-    rows = [
-        [t.new_empty(1).expand(shape) for t, shape in zip(pages, fmt.plane_shapes(*sizes), strict=True)]
-        for fmt, pages, sizes in (
-            (key_fmt, key_pages, (query.shape[0], heads, room, head_dim)),
-            (value_fmt, value_pages, (query.shape[0], heads, room, value_shape[3])),
-        )
-    ]
-    _check_attention(query, rows[0], rows[1], key_fmt, value_fmt, mask, sinks, window, softcap)
+    _check_over(
+        "paged_attention", query, (query.shape[0], heads, room, head_dim), mask, sinks, window, softcap
+    )
+    _check_device("paged_attention", query, mask, sinks, table, length, *key_pages, *value_pages)
     return head_dim, value_shape[3]
 
 
