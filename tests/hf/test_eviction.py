@@ -1,4 +1,4 @@
-"""Eviction in QuantizedCache: against H2O in plain torch, and what it promises about memory, positions and errors."""
+"""Eviction in QuantizedCache: against H2O in plain torch, and what it promises about memory and positions."""
 
 from __future__ import annotations
 
@@ -14,29 +14,26 @@ pytest.importorskip("transformers")
 
 import torch.nn.functional as F  # noqa: E402
 
-from kvq_ops import errors, eviction_ops, hf_runs  # noqa: E402
+from kvq_ops import eviction_ops, hf_runs  # noqa: E402
 from kvq_ops.eviction import Eviction  # noqa: E402
-from kvq_ops.formats import get_format  # noqa: E402
 from kvq_ops.handle import planned_bytes  # noqa: E402
 from kvq_ops.hf import QuantizedCache  # noqa: E402
+from tests.hf.evicting import (  # noqa: E402
+    DECODERS,
+    EVICTION,
+    SPLITS,
+    assert_same_tokens,
+    fingerprint,
+    llama,
+    make,
+    plain,
+    steps,
+)
 from tests.hf.h2o import H2O  # noqa: E402
 from tests.hf.models import config, model, prompt  # noqa: E402
 from tests.ops import windows  # noqa: E402, F401  registers formats of small groups
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-
-EVICTION = Eviction(budget=12, sinks=2, recent=4)
-DECODERS = (
-    "gpt2",
-    "gpt_oss",
-    "gemma3",
-    "deepseek_v3",
-    "opt",
-    "falcon_new",
-    "falcon_multi_query",
-    "gpt_bigcode",
-    "qwen3",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -45,63 +42,6 @@ def fresh() -> Any:
     with torch.no_grad():
         yield
     torch._dynamo.reset()
-
-
-def llama(attention: str) -> Any:
-    twin = copy.deepcopy(model("llama"))
-    twin.set_attn_implementation(attention)
-    return twin
-
-
-def make(
-    spec: str = "none",
-    eviction: Eviction | None = EVICTION,
-    limit: int = 100,
-    name: str = "llama",
-    **kwargs: Any,
-) -> Any:
-    return QuantizedCache(config(name), spec, limit, eviction=eviction, **kwargs)
-
-
-def steps(user: Any, cache: Any, ids: Tensor, sizes: list[int], mask: Tensor | None = None) -> Tensor:
-    parts, at = [], 0
-    for part in ids.split(sizes, 1):
-        at += part.shape[1]
-        more = {}
-        if mask is not None:
-            positions = (mask[:, :at].cumsum(1) - 1).clamp_min(0)[:, -part.shape[1] :]
-            more = {"attention_mask": mask[:, :at], "position_ids": positions}
-        parts.append(user(input_ids=part, past_key_values=cache, use_cache=True, **more).logits)
-    return torch.cat(parts, 1)
-
-
-def plain(
-    row: Tensor, sizes: list[int], eviction: Eviction, pads: int = 0, **kwargs: Any
-) -> tuple[Tensor, H2O]:
-    """What H2O in plain torch makes of one row, whose first ``pads`` tokens are padding."""
-    e = eviction
-    twin = H2O(model("llama"), e.budget, e.sinks, e.recent, e.slack, pads, **kwargs)
-    out, left = [], pads
-    for part in row.split(sizes):
-        skip = min(left, len(part))
-        left -= skip
-        out.append(twin.step(part[skip:].tolist()))
-    return torch.cat(out), twin
-
-
-def assert_same_tokens(cache: Any, row: int, twin: H2O) -> None:
-    """Each layer and head holds the same tokens, seen in its keys and values, in order; padding in front."""
-    for layer, heads, pads in zip(cache.layers, twin.heads, twin.pads, strict=True):
-        for h, head in enumerate(heads):
-            held = slice(pads, pads + len(head.keys))
-            assert layer.held == held.stop
-            for handle, mine in ((layer.keys, head.keys), (layer.values, head.values)):
-                torch.testing.assert_close(
-                    handle.dequantize()[row, h, held], torch.stack(mine), rtol=1e-4, atol=1e-4
-                )
-
-
-SPLITS = ([9, *[1] * 25], [30, *[1] * 8], [1] * 34, [5, 7, 20, 1, 1, 9], [12, 1, 13, 1])
 
 
 @pytest.mark.parametrize("slack", [1, 5])
@@ -255,11 +195,6 @@ def test_codes_move_and_are_never_coded_twice(spec: str) -> None:
     assert before == 12
 
 
-def fingerprint(handle: Any, b: int, h: int, tokens: int) -> list[tuple[Any, ...]]:
-    planes = [t for p, t in zip(handle.format.planes, handle.store, strict=True) if p.per_token]
-    return [tuple(tuple(t[b, h, n].flatten().tolist()) for t in planes) for n in range(tokens)]
-
-
 @pytest.mark.parametrize("spec", ["none", "int8_per_token_head", "int4_group32"])
 @pytest.mark.parametrize("attention", ["sdpa", "softmax"])
 def test_a_needle_that_was_attended_to_survives_and_one_that_was_not_is_gone(
@@ -383,226 +318,6 @@ def test_copies_and_reset(way: Any) -> None:
     assert cache.evicted == [0, 0] and int(cache.get_seq_length()) == 0
     assert not any(t.any() for layer in cache.layers for t in (layer.mass, layer.real, *layer.keys.store))
     assert torch.equal(steps(llama("sdpa"), cache, ids, SPLITS[0]), first)
-
-
-# ---------------------------------------------------------------------------------------------------------- refusals
-
-
-def test_settings_that_cannot_be_meant() -> None:
-    for wrong in (
-        {"budget": 0},
-        {"budget": 8, "sinks": -1},
-        {"budget": 8, "slack": 0},
-        {"budget": True},
-        {"budget": 8.5},
-    ):
-        with pytest.raises(errors.FormatError, match="number of tokens"):
-            Eviction(**{"sinks": 0, "recent": 0, **wrong})
-    with pytest.raises(errors.FormatError, match="within budget=8"):
-        Eviction(8, sinks=3, recent=6)
-    with pytest.raises(errors.FormatError, match="Eviction\\(budget"):
-        make(eviction=512)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("spec", ["kivi4", "int8_per_channel", "int4_group32+recent8", "test_keys_g8r8"])
-def test_a_format_that_does_not_fit_the_budget_names_what_would(spec: str) -> None:
-    with pytest.raises(errors.FormatError, match="int4_group32") as raised:
-        make(spec)
-    words = str(raised.value).split()
-    recent = int(words[words.index("recent") + 2])
-    budget = int(words[words.index("budget") + 2])
-    make(spec, Eviction(budget, 2, recent))
-    with pytest.raises(errors.FormatError):
-        make(spec, Eviction(budget - 1, 2, recent))
-
-
-def test_a_format_whose_heads_share_a_plane_is_refused() -> None:
-    with pytest.raises(errors.FormatError, match="position, shared by heads"):
-        Eviction(12, 2, 4).check_formats([get_format("nuq4_keys")], 1)
-
-
-def test_models_whose_scores_count_positions_are_refused() -> None:
-    with pytest.raises(errors.FormatError, match="bias of the scores"):
-        make(name="bloom")
-    with pytest.raises(errors.FormatError, match="without an encoder"):
-        QuantizedCache.encoder_decoder(config("t5"), "none", 24, eviction=EVICTION)
-    with pytest.raises(errors.FormatError, match="no layer with full attention"):
-        make(name="mistral")
-
-
-def test_padding_between_tokens_is_refused() -> None:
-    ids = prompt(2, 20)
-    mask = torch.ones_like(ids)
-    mask[0, 8:11] = 0
-    with pytest.raises(errors.UnsupportedWriteError, match="padding_side"):
-        steps(llama("sdpa"), make(), ids, [20], mask)
-
-
-def test_padding_in_formats_that_code_tokens_together_is_refused() -> None:
-    ids = prompt(2, 60)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    with pytest.raises(errors.UnsupportedWriteError, match="int4_group32"):
-        steps(llama("sdpa"), make("test_keys_g8r8", Eviction(48, 3, 16)), ids, [60], mask)
-
-
-def test_attention_that_is_not_understood_is_an_error() -> None:
-    cache = make()
-    layer = cache.layers[0]
-    new = torch.zeros(1, 2, 1, 8)
-    keys, _ = layer.update(new, new)
-    torch.sigmoid(new @ keys.transpose(2, 3))
-    with pytest.raises(errors.UnsupportedWriteError, match="attn_implementation"):
-        layer.update(new, new)
-    cache.reset()
-    layer.update(new, new)
-
-
-def test_limits_and_drafts() -> None:
-    cache = make(limit=30)
-    steps(llama("sdpa"), cache, prompt(1, 30), [10, *[1] * 20])
-    with pytest.raises(errors.CapacityError, match="max_cache_len"):
-        steps(llama("sdpa"), cache, prompt(1, 1), [1])
-    with pytest.raises(errors.UnsupportedWriteError, match="drafting"):
-        cache.crop(-1)
-    cache.crop(0)
-    assert not cache.is_croppable
-
-
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_compiled_prompt_that_needs_more_memory_is_refused(fullgraph: bool) -> None:
-    cache = make()
-    step = torch.compile(llama("sdpa"), backend="eager", fullgraph=fullgraph)
-    step(input_ids=prompt(1, 9), past_key_values=cache)
-    with pytest.raises(Exception, match="prompt longer|room for 13"):
-        step(input_ids=prompt(1, 9), past_key_values=cache)
-
-
-# --------------------------------------------------------------------------------------------------- compiled graphs
-
-
-def compiled(user: Any, **options: Any) -> Any:
-    import passes
-
-    torch._dynamo.utils.counters.clear()
-    passes.clear_report()
-    return torch.compile(user, backend="kvq", fullgraph=True, options={"lower": "eager", **options})
-
-
-def settle(cache: Any) -> None:
-    """Drop what compiled steps left to the next one."""
-    for layer in cache.layers:
-        if leaving := layer._leaving(1):
-            layer._drop(leaving)
-
-
-@pytest.mark.parametrize("slack", [1, 4])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_compiled_steps_equal_h2o(attention: str, slack: int) -> None:
-    """Three graphs at most, attention over codes in all of them, nothing left."""
-    import passes
-
-    eviction = Eviction(12, sinks=2, recent=4, slack=slack)
-    ids, sizes = prompt(2, 45), [9, *[1] * 36]
-    cache = make(eviction=eviction, batch_size=2)
-    got = steps(compiled(llama(attention)), cache, ids, sizes)
-    report = passes.report()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(report.graphs) <= 4
-    assert report.found == report.rewritten and all(graph.rewritten == 2 for graph in report.graphs)
-    assert all(layer.held <= layer.keys.shape[2] == 12 + slack for layer in cache.layers)
-    settle(cache)
-    for row in range(2):
-        want, twin = plain(ids[row], sizes, eviction)
-        torch.testing.assert_close(got[row], want, rtol=1e-4, atol=1e-4)
-        assert_same_tokens(cache, row, twin)
-    assert cache.evicted == [45 - cache.layers[0].held] * 2 and cache.evicted[0] >= 45 - 12 - slack
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_compiled_steps_after_an_eager_prompt_with_padding(attention: str) -> None:
-    ids, sizes = prompt(3, 45), [20, *[1] * 25]
-    mask = torch.ones_like(ids)
-    for row, pads in enumerate((0, 5, 16)):
-        ids[row, :pads], mask[row, :pads] = 0, 0
-    user, cache = llama(attention), make(eviction=Eviction(12, 2, 4, 3))
-    step = compiled(user)
-    first = steps(user, cache, ids[:, :20], sizes[:1], mask[:, :20])
-
-    parts = []
-    for n in range(20, 45):
-        position = (mask[:, : n + 1].cumsum(1) - 1)[:, -1:]
-        parts.append(
-            step(
-                input_ids=ids[:, n : n + 1],
-                attention_mask=mask[:, : n + 1],
-                position_ids=position,
-                past_key_values=cache,
-            ).logits
-        )
-    got = torch.cat([first, *parts], 1)
-    settle(cache)
-    for row, pads in enumerate((0, 5, 16)):
-        want, twin = plain(ids[row], sizes, Eviction(12, 2, 4, 3), pads)
-        torch.testing.assert_close(got[row, pads:], want, rtol=1e-4, atol=1e-4)
-        assert_same_tokens(cache, row, twin)
-
-
-@pytest.mark.parametrize("spec", ["key=fp8_e4m3,value=int4_group32", "test_keys_g8r8"])
-def test_compiled_graphs_move_codes(spec: str) -> None:
-    eviction = Eviction(48, 3, 16, 5)
-    ids, sizes = prompt(1, 80), [40, *[1] * 40]
-    caches = [make(spec, eviction, limit=200) for _ in range(2)]
-    steps(compiled(llama("sdpa")), caches[0], ids, sizes)
-    steps(llama("sdpa"), caches[1], ids, sizes)
-    settle(caches[0])
-    a, b = (cache.layers[0] for cache in caches)
-    assert a.held == b.held and a.dropped > 0
-    for mine, other in ((a.keys, b.keys), (a.values, b.values)):
-        for name, new, old in zip(mine.plane_names(), mine.store, other.store, strict=True):
-            # The ring of exact tokens has no meaning beyond what it holds.
-            assert name == "recent" or torch.equal(new, old), name
-        assert torch.equal(mine.dequantize(), other.dequantize())
-
-
-def test_the_lightest_kept_instead_is_seen_in_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, sizes = prompt(1, 34), SPLITS[0]
-    right, _ = plain(ids[0], sizes, EVICTION)
-    choose = hf_runs.choose_tokens
-    monkeypatch.setattr(
-        hf_runs, "choose_tokens", lambda mass, *args, **kwargs: choose(1e3 - mass, *args, **kwargs)
-    )
-    got = steps(compiled(llama("sdpa")), make(), ids, sizes)[0]
-    assert (got - right).abs().max() > 0.1
-
-
-def test_compiled_attention_that_is_not_understood_is_an_error() -> None:
-    layer = make().layers[0]
-
-    def step(new: Tensor) -> Tensor:
-        keys, _ = layer.update(new, new)
-        return torch.sigmoid(new @ keys.transpose(2, 3))
-
-    run = torch.compile(step, backend="eager")
-    run(torch.zeros(1, 2, 1, 8))
-    with pytest.raises(errors.UnsupportedWriteError, match="attn_implementation"):
-        run(torch.zeros(1, 2, 1, 8))
-
-
-def test_inductor_carries_it_out() -> None:
-    """One layer, eight steps, each of which drops a token."""
-    ids = prompt(1, 20)
-    user = llama("sdpa")
-    user.model.layers = user.model.layers[:1]
-    user.config.num_hidden_layers = 1
-    cache = QuantizedCache(user.config, "none", 100, eviction=EVICTION)
-    got = [steps(user, cache, ids[:, :13], [13])]
-    got.append(steps(torch.compile(user, backend="kvq", fullgraph=True), cache, ids[:, 13:], [1] * 7))
-    e = EVICTION
-    twin = H2O(user, e.budget, e.sinks, e.recent)
-    want = torch.cat([twin.step(part.tolist()) for part in ids[0].split([13, *[1] * 7])])
-    torch.testing.assert_close(torch.cat(got, 1)[0], want, rtol=1e-4, atol=1e-4)
-    settle(cache)
-    assert_same_tokens(cache, 0, twin)
 
 
 # ------------------------------------------------------------------------------------------------- the mass by itself
