@@ -152,12 +152,12 @@ def _build(arguments: argparse.Namespace) -> None:
 
 
 def _models(arguments: argparse.Namespace) -> None:
-    from kvq_lab import families
+    from kvq_lab import family_runs
 
     options = [option for name in arguments.family or () for option in ("--family", name)]
     if arguments.json is not None:
         options += ["--json", str(arguments.json)]
-    if families.main([*options, "--lower", arguments.lower]):
+    if family_runs.main([*options, "--lower", arguments.lower]):
         raise SystemExit(1)
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import passes  # noqa: E402
 from kvq_lab import families as lab  # noqa: E402
+from kvq_lab import family_runs as runs  # noqa: E402
 from kvq_lab.families import FAMILIES, LAYERS, WINDOW, build, get_family, tokens  # noqa: E402
 from kvq_ops.hf import QuantizedCache  # noqa: E402
 
@@ -42,9 +43,9 @@ def sites_of(family: lab.Family) -> int:
 
 def check_int8(found: list[Tensor], fake: list[Tensor], dense: list[Tensor]) -> None:
     """Within a fifth of what quantization itself changes."""
-    change = lab.furthest(fake, dense)
+    change = runs.furthest(fake, dense)
     assert change > 1e-3, "quantization changes nothing, so the comparison would tell nothing"
-    assert lab.furthest(found, fake) <= change / 5
+    assert runs.furthest(found, fake) <= change / 5
 
 
 # ------------------------------------------------------------------------------------------------------------ compile
@@ -53,7 +54,7 @@ def check_int8(found: list[Tensor], fake: list[Tensor], dense: list[Tensor]) -> 
 @pytest.mark.parametrize(("name", "attention"), ROWS)
 def test_compiled_model_equals_the_untouched_one(name: str, attention: str) -> None:
     family = get_family(name)
-    record = lab.run_compile(family, attention, lower="eager")
+    record = runs.run_compile(family, attention, lower="eager")
     assert not record.left
     assert record.graphs <= 3
     assert record.sites == record.rewritten == record.graphs * sites_of(family)
@@ -64,9 +65,9 @@ def test_compiled_model_equals_the_untouched_one(name: str, attention: str) -> N
 def test_compiled_int8_equals_fake_quantization(name: str) -> None:
     family = get_family(name)
     model, ids = build(family, family.attentions[0]), tokens(2, 5 + 12)
-    dense = lab.run(family, model, model, ids, lab.dense_cache(family, model, 17), 5)
-    fake = lab.run(family, model, model, ids, make_fake_(lab.dense_cache(family, model, 17)), 5)
-    found, _, report = lab.compiled(family, model, INT8, ids, 5, lower="eager")
+    dense = runs.run(family, model, model, ids, lab.dense_cache(family, model, 17), 5)
+    fake = runs.run(family, model, model, ids, make_fake_(lab.dense_cache(family, model, 17)), 5)
+    found, _, report = runs.compiled(family, model, INT8, ids, 5, lower="eager")
     assert report.rewritten == report.found > 0
     check_int8(found, fake, dense)
 
@@ -76,10 +77,10 @@ def test_compiled_int8_equals_fake_quantization(name: str) -> None:
 def test_with_inductor(name: str) -> None:
     family = get_family(name)
     model, ids = build(family, family.attentions[-1]), tokens(2, 5 + 7)
-    wanted = lab.run(family, model, model, ids, lab.dense_cache(family, model, 12), 5)
-    found, _, report = lab.compiled(family, model, "none", ids, 5)
+    wanted = runs.run(family, model, model, ids, lab.dense_cache(family, model, 12), 5)
+    found, _, report = runs.compiled(family, model, "none", ids, 5)
     assert report.rewritten == report.found > 0
-    assert lab.furthest(found, wanted) <= 1e-5
+    assert runs.furthest(found, wanted) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "bloom"])
@@ -92,9 +93,9 @@ def test_sizes_that_stay_open(name: str) -> None:
     call = torch.compile(model, backend="kvq", fullgraph=True, dynamic=True, options={"lower": "eager"})
     for batch, prompt in ((2, 5), (2, 4)):
         ids = tokens(batch, 8)
-        wanted = lab.run(family, model, model, ids, lab.dense_cache(family, model, 12), prompt)
+        wanted = runs.run(family, model, model, ids, lab.dense_cache(family, model, 12), prompt)
         cache = lab.quantized_cache(family, model, "none", 12, batch)
-        assert lab.furthest(lab.run(family, model, call, ids, cache, prompt), wanted) <= 1e-5
+        assert runs.furthest(runs.run(family, model, call, ids, cache, prompt), wanted) <= 1e-5
     report = passes.report()
     assert report.rewritten == report.found == LAYERS * len(report.graphs)
     assert len(report.graphs) == 2
@@ -105,17 +106,17 @@ def test_prompt_longer_than_the_window(name: str) -> None:
     family = get_family(name)
     model, ids = build(family, family.attentions[0]), tokens(2, WINDOW + 3 + 4)
     prompt = WINDOW + 3
-    dense = lab.run(family, model, model, ids, lab.dense_cache(family, model, ids.shape[1]), prompt)
-    found, _, report = lab.compiled(family, model, "none", ids, prompt, lower="eager")
-    assert lab.furthest(found, dense) <= 1e-5
+    dense = runs.run(family, model, model, ids, lab.dense_cache(family, model, ids.shape[1]), prompt)
+    found, _, report = runs.compiled(family, model, "none", ids, prompt, lower="eager")
+    assert runs.furthest(found, dense) <= 1e-5
     # The sliding layers attend to this prompt before they store it: there are no codes to read.
     sliding = sum(isinstance(kind, str) and kind == "sliding_attention" for kind in _layer_types(model))
     assert len(report.left) == sliding
     assert all(site.node and site.reason for site in report.left)
-    fake = lab.run(
+    fake = runs.run(
         family, model, model, ids, make_fake_(lab.dense_cache(family, model, ids.shape[1])), prompt
     )
-    coded, _, _ = lab.compiled(family, model, INT8, ids, prompt, lower="eager")
+    coded, _, _ = runs.compiled(family, model, INT8, ids, prompt, lower="eager")
     check_int8(coded, fake, dense)
 
 
@@ -177,12 +178,12 @@ def test_graph_breaks_inside_the_model(name: str, sites: int) -> None:
     """Without ``host_length`` these models break the graph; MPT does so between the scores and the softmax."""
     family = get_family(name)
     model, ids = build(family, "eager"), tokens(2, 8)
-    wanted = lab.run(family, model, model, ids, lab.dense_cache(family, model, 8), 5)
+    wanted = runs.run(family, model, model, ids, lab.dense_cache(family, model, 8), 5)
     passes.clear_report()
     torch._dynamo.reset()
     call = torch.compile(model, backend="kvq", options={"lower": "eager"})
-    found = lab.run(family, model, call, ids, QuantizedCache(model.config, "none", 8, batch_size=2), 5)
-    assert lab.furthest(found, wanted) <= 1e-5
+    found = runs.run(family, model, call, ids, QuantizedCache(model.config, "none", 8, batch_size=2), 5)
+    assert runs.furthest(found, wanted) <= 1e-5
     report = passes.report()
     assert report.found == report.rewritten
     assert len(report.graphs) > 3
@@ -195,7 +196,7 @@ def test_graph_breaks_inside_the_model(name: str, sites: int) -> None:
 @pytest.mark.parametrize(("name", "attention"), ROWS)
 def test_exported_step_equals_the_dense_program(name: str, attention: str) -> None:
     family = get_family(name)
-    record = lab.run_export(family, attention)
+    record = runs.run_export(family, attention)
     assert not record.left
     assert record.sites == record.rewritten == sites_of(family)
     assert record.error is not None and record.error <= 1e-5
@@ -207,22 +208,22 @@ def test_exported_int8_equals_fake_quantization(name: str) -> None:
     prompt, length = WINDOW + 3, WINDOW + 8
     model, ids = build(family, family.attentions[0]), tokens(2, length)
     cache = lab.dense_cache(family, model, length)
-    program = lab.exported(family, model, copy.deepcopy(cache), ids, prompt)
+    program = runs.exported(family, model, copy.deepcopy(cache), ids, prompt)
     quantized = passes.quantize_exported(program, INT8)
     with torch.no_grad():
         lab.step(family, model, model, ids[:, :prompt], cache)
         # The rotary part of latent attention stays exact.
         make_fake_(cache, exact_values=name == "deepseek-v3")
         fake = [lab.step(family, model, model, ids[:, at : at + 1], cache) for at in range(prompt, length)]
-    found = lab.run_program(quantized, ids, prompt)
-    check_int8(found, fake, lab.run_program(program, ids, prompt))
+    found = runs.run_program(quantized, ids, prompt)
+    check_int8(found, fake, runs.run_program(program, ids, prompt))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "deepseek-v3", "whisper"])
 def test_exported_program_changes_its_stores_and_lengths_alone(name: str) -> None:
     family = get_family(name)
     model, ids = build(family, family.attentions[0]), tokens(2, WINDOW + 5)
-    program = lab.exported(family, model, lab.dense_cache(family, model, ids.shape[1]), ids, WINDOW + 3)
+    program = runs.exported(family, model, lab.dense_cache(family, model, ids.shape[1]), ids, WINDOW + 3)
     quantized = passes.quantize_exported(program, INT8)
     changed = set(quantized.run_decompositions({}).graph_signature.buffers_to_mutate.values())
     dense = set(program.run_decompositions({}).graph_signature.buffers_to_mutate.values())
@@ -254,15 +255,15 @@ def test_exporter_of_transformers(name: str) -> None:
     quantized = passes.quantize_exported(program, "none")
     assert passes.report().graphs[-1].rewritten == LAYERS
     coded = passes.quantize_exported(program, INT8)
-    runs = []
+    found = []
     for one in (quantized, coded, program):
         module = one.module()
         with torch.no_grad():
-            runs.append(
+            found.append(
                 [module(input_ids=ids[:, at : at + 1], cache_position=torch.tensor([at])) for at in range(6)]
             )
-    assert lab.furthest(runs[0], runs[2]) <= 1e-5
-    assert 1e-4 < lab.furthest(runs[1], runs[2]) < 0.1 * float(runs[2][-1].std())
+    assert runs.furthest(found[0], found[2]) <= 1e-5
+    assert 1e-4 < runs.furthest(found[1], found[2]) < 0.1 * float(found[2][-1].std())
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -270,7 +271,7 @@ def test_exporter_of_transformers(name: str) -> None:
 
 def test_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     target = tmp_path / "rows.json"
-    assert lab.main(["--family", "bloom", "--lower", "eager", "--json", str(target)]) == 0
+    assert runs.main(["--family", "bloom", "--lower", "eager", "--json", str(target)]) == 0
     out = capsys.readouterr()
     lines = out.out.strip().splitlines()
     assert lines[0] == "| family | attention | compile | export | left as they are |"
@@ -288,5 +289,5 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path: An
 
 def test_command_names_the_families(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        lab.main(["--family", "lama"])
+        runs.main(["--family", "lama"])
     assert "llama" in capsys.readouterr().err
