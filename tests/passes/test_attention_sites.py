@@ -42,7 +42,7 @@ def _check(site, want: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("case_", "dynamic"), [p for c in CASES for p in _run_all(c)])
-def test_spelling_is_found_and_rebuilt(case_: Case, dynamic: bool) -> None:
+def test_a3_a5_spelling_is_found_and_rebuilt(case_: Case, dynamic: bool) -> None:
     args = case_.args()
     tq, tk = dims()
     shapes = None
@@ -64,7 +64,7 @@ def test_spelling_is_found_and_rebuilt(case_: Case, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("case_", [c for c in CASES if c.dynamic is not None], ids=lambda c: c.name)
-def test_spelling_under_compile(case_: Case) -> None:
+def test_a3_a5_spelling_under_compile(case_: Case) -> None:
     """The same through Dynamo and capture, with the token dims marked dynamic."""
     args = case_.args()
     assert case_.dynamic is not None
