@@ -108,14 +108,23 @@ class Format:
     recent: int = 0
     sinks: int = 0
     _index: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
+    # Stores that were found right, by the shapes and dtypes of their planes.
+    _right: dict[tuple[object, ...], tuple[int, int, int, int]] = field(
+        init=False, repr=False, compare=False, hash=False
+    )
 
     def __post_init__(self) -> None:
         if LENGTH not in self.planes:
             object.__setattr__(self, "planes", (*self.planes, LENGTH))
         object.__setattr__(self, "_index", {p.name: i for i, p in enumerate(self.planes)})
+        object.__setattr__(self, "_right", {})
 
     def __str__(self) -> str:
         return self.name
+
+    def __hash__(self) -> int:
+        # Every call of an operator looks something up by its formats, and equal ones have equal names.
+        return hash(self.name)
 
     def index(self, plane: str) -> int:
         """Position of a plane in the store."""
@@ -245,6 +254,20 @@ class Format:
 
     def check_store(self, store: Sequence[torch.Tensor]) -> tuple[int, int, int, int]:
         """Raise ``CorruptStoreError`` unless ``store`` has this format's planes; returns ``(B, H, T, D)``."""
+        known: tuple[object, ...] = tuple([x for t in store for x in (t.shape, t.dtype)])
+        try:
+            if (right := self._right.get(known)) is not None:
+                return right
+        except TypeError:  # sizes that are symbols have no hash
+            return self._check_store(store)
+        shape = self._check_store(store)
+        if all(type(size) is int for size in shape):
+            if len(self._right) >= 1024:
+                self._right.clear()
+            self._right[known] = shape
+        return shape
+
+    def _check_store(self, store: Sequence[torch.Tensor]) -> tuple[int, int, int, int]:
         shape = self.logical_shape(store)
         for plane, tensor, expected in zip(self.planes, store, self.plane_shapes(*shape), strict=True):
             wrong_type = (

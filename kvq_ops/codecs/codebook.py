@@ -85,7 +85,7 @@ def encode(x: Tensor, fmt: Format, static: Mapping[str, Tensor]) -> dict[str, Te
 
 def middle(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """fp16 centre and half-range of what lies between ``low`` and ``high``."""
-    centre = ((high + low) * 0.5).clamp(-_HALF_MAX, _HALF_MAX).half()
+    centre = (((high + low) * 0.5).clamp(-_HALF_MAX, _HALF_MAX) + 0.0).half()  # no -0.0, as for a minimum
     return centre, ((high - low) * 0.5).clamp_max(_HALF_MAX).half()
 
 

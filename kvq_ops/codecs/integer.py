@@ -49,7 +49,7 @@ def calibrate(x: Tensor, fmt: Format) -> dict[str, Tensor]:
     top = 2**fmt.bits - 1
     scale = divide((high - low).clamp_min(SMALLEST_AMAX), top)
     scale = torch.where(high > low, scale, 0.0)
-    return {"scale": scale, "zero_point": safe_divide(-low, scale).round().clamp(0, top)}
+    return {"scale": scale, "zero_point": safe_divide(-low, scale).round().clamp(0, top) + 0.0}  # no -0.0
 
 
 def encode(x: Tensor, fmt: Format, static: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -133,7 +133,8 @@ def _encode_asymmetric(x: Tensor, fmt: Format) -> dict[str, Tensor]:
     empty = high < low
     high, low = high.masked_fill(empty, 0.0), low.masked_fill(empty, 0.0)
     scale = divide(high - low, top).clamp_max(largest).to(parameter)
-    minimum = low.clamp(-largest, largest).to(parameter)
+    # Of 0.0 and -0.0 either may be the minimum, depending on the order of a reduction: 0.0 is stored.
+    minimum = (low.clamp(-largest, largest) + 0.0).to(parameter)
     values, put_back = _groups(x, fmt)
     offset = values - minimum.float().unsqueeze(-1)
     codes = safe_divide(offset, scale.float().unsqueeze(-1)).round().clamp(0, top).to(torch.uint8)

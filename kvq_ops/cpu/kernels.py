@@ -61,6 +61,27 @@ def _layout(fmt: Format) -> Layout:
     return layout
 
 
+_sides: dict[tuple[Any, ...], bytes] = {}
+
+
+def _side(fmt: Format, store: Sequence[Tensor]) -> bytes:
+    """``Side`` of a store, packed; remembered by all that it depends on, since models call with the same stores again."""
+    layout = _layout(fmt)
+    key = (id(fmt), store[0].shape, *[x for t in store for x in (t.data_ptr(), t.stride(), t.dtype)])
+    if (known := _sides.get(key)) is not None:
+        return known
+    numbers = side_numbers(layout, fmt, store)
+    if len(_sides) >= 4096:
+        _sides.clear()
+    made = _sides[key] = _packer(len(numbers)).pack(*numbers)
+    return made
+
+
+def _paged_side(fmt: Format, pages: Sequence[Tensor], table: Tensor, length: Tensor | None = None) -> bytes:
+    numbers = side_numbers(_layout(fmt), fmt, pages, table, length)
+    return _packer(len(numbers)).pack(*numbers)
+
+
 def _call(name: str, arguments: bytes) -> None:
     if library.function(name)(arguments):
         raise ImplementationError(
@@ -91,13 +112,16 @@ def paged_append_(
 def _append(
     store: Sequence[Tensor], position: Tensor | None, x: Tensor, fmt: Format, table: Tensor | None
 ) -> None:
-    numbers = side_numbers(_layout(fmt), fmt, store, table)
+    side = _side(fmt, store) if table is None else _paged_side(fmt, store, table)
     if fmt.keeps_exact and fmt.lossless and x.dtype != store[0].dtype:
         x = x.to(store[0].dtype)
-    numbers += plane_numbers(x, x.stride())
-    numbers += _NOTHING if position is None else index_numbers(position)
-    numbers += (x.shape[2], torch.get_num_threads())
-    _call("kvq_append", _packer(len(numbers)).pack(*numbers))
+    numbers = (
+        *plane_numbers(x, x.stride()),
+        *(_NOTHING if position is None else index_numbers(position)),
+        x.shape[2],
+        torch.get_num_threads(),
+    )
+    _call("kvq_append", side + _packer(len(numbers)).pack(*numbers))
     # Autograd and functionalization go by the version of a tensor, which nothing else has moved.
     torch.autograd.graph.increment_version(store)
 
@@ -161,8 +185,7 @@ def attention(
     use_length: bool = True,
 ) -> Tensor:
     """``kvq::attention``."""
-    key = side_numbers(_layout(key_format), key_format, key_store)
-    value = side_numbers(_layout(value_format), value_format, value_store)
+    key, value = _side(key_format, key_store), _side(value_format, value_store)
     value_dim = value_format.logical_shape(value_store)[3]
     return _attention(query, key + value, value_dim, mask, causal, scale, window, softcap, sinks, use_length)
 
@@ -184,15 +207,15 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """``kvq::paged_attention``."""
-    key = side_numbers(_layout(key_format), key_format, key_pages, block_table, length)
-    value = side_numbers(_layout(value_format), value_format, value_pages, block_table, length)
+    key = _paged_side(key_format, key_pages, block_table, length)
+    value = _paged_side(value_format, value_pages, block_table, length)
     value_dim = value_format.logical_shape(value_pages)[3]
     return _attention(query, key + value, value_dim, mask, causal, scale, window, softcap, sinks, True)
 
 
 def _attention(
     query: Tensor,
-    numbers: list[int],
+    sides: bytes,
     value_dim: int,
     mask: Tensor | None,
     causal: bool,
@@ -210,10 +233,10 @@ def _attention(
     out = query.new_empty((batch, query_heads, queries, value_dim))
     if out.numel() == 0:
         return out
-    numbers += plane_numbers(query, query.stride())
-    numbers += _mask_numbers(mask)
-    numbers += _NOTHING if sinks is None else plane_numbers(sinks, (0, sinks.stride(0), 0, 0))
-    numbers += (
+    numbers = (
+        *plane_numbers(query, query.stride()),
+        *_mask_numbers(mask),
+        *(_NOTHING if sinks is None else plane_numbers(sinks, (0, sinks.stride(0), 0, 0))),
         out.data_ptr(),
         query_heads,
         queries,
@@ -223,7 +246,7 @@ def _attention(
         torch.get_num_threads(),
     )
     scale = dim**-0.5 if scale is None else scale
-    _call("kvq_attention", _packer(len(numbers), 2).pack(*numbers, scale, softcap))
+    _call("kvq_attention", sides + _packer(len(numbers), 2).pack(*numbers, scale, softcap))
     return out
 
 

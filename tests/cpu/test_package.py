@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,24 +45,67 @@ class Step(nn.Module):
         return out, torch.ops.kvq.dequantize(keys, KEY, torch.float32)
 
 
+class PagedStep(nn.Module):
+    """The same over pages: two sequences in a pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, plane in enumerate(get_format(VALUE).empty_store(7, 2, 16, 32)):
+            self.register_buffer(f"pages_{i}", plane)
+
+    def forward(self, query: Tensor, x: Tensor, table: Tensor, position: Tensor, length: Tensor) -> Tensor:
+        pages = [getattr(self, f"pages_{i}") for i in range(len(get_format(VALUE).planes))]
+        torch.ops.kvq.paged_append_(pages, table, position, x, VALUE)
+        out: Tensor = torch.ops.kvq.paged_attention(
+            query, pages, pages, table, length, VALUE, VALUE, causal=True
+        )
+        return out
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return package.build_ops(tmp_path_factory.mktemp("ops"), [KEY, VALUE, "nvfp4"])
 
 
-def test_a_program_without_python_runs_a_package(library: Path, tmp_path: Path) -> None:
-    model = Step()
-    inputs = [torch.randn(1, 4, 9, 32), torch.randn(1, 2, 9, 32), torch.randn(1, 2, 9, 32), torch.arange(9)]
+def one_sequence() -> tuple[nn.Module, list[Tensor]]:
+    return Step(), [
+        torch.randn(1, 4, 9, 32),
+        torch.randn(1, 2, 9, 32),
+        torch.randn(1, 2, 9, 32),
+        torch.arange(9),
+    ]
+
+
+def paged_sequences() -> tuple[nn.Module, list[Tensor]]:
+    table = torch.tensor([[5, 0, 3], [2, 6, -1]])
+    position = torch.stack(
+        [torch.arange(40), torch.arange(40) - 12]
+    )  # the second is shorter, padded in front
+    return PagedStep(), [
+        torch.randn(2, 4, 3, 32),
+        torch.randn(2, 2, 40, 32),
+        table,
+        position,
+        torch.tensor([40, 28]),
+    ]
+
+
+@pytest.mark.parametrize("made", [one_sequence, paged_sequences])
+def test_a_program_without_python_runs_a_package(
+    library: Path, tmp_path: Path, made: Callable[[], tuple[nn.Module, list[Tensor]]]
+) -> None:
+    model, inputs = made()
     with torch.no_grad():
         exported = torch.export.export(model, tuple(inputs))
-        made = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
         want = model(*inputs)
+        want = want if isinstance(want, tuple) else (want,)
     torch.save(inputs, tmp_path / "inputs.pt")
     runner = package.build_runner(tmp_path, library)
     # No Python package is in reach of the program.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     done = subprocess.run(
-        [runner, made, tmp_path / "inputs.pt", tmp_path / "outputs.pt", "2"],
+        [runner, path, tmp_path / "inputs.pt", tmp_path / "outputs.pt", "2"],
         env=environment,
         capture_output=True,
         text=True,
@@ -70,7 +114,7 @@ def test_a_program_without_python_runs_a_package(library: Path, tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     outputs = torch.load(tmp_path / "outputs.pt", weights_only=False)
-    assert len(outputs) == 2 and all(torch.equal(a, b) for a, b in zip(outputs, want, strict=True))
+    assert len(outputs) == len(want) and all(torch.equal(a, b) for a, b in zip(outputs, want, strict=True))
     assert (
         "libpython" not in subprocess.run(["ldd", runner], capture_output=True, text=True, check=True).stdout
     )
@@ -107,6 +151,12 @@ for name, store, out in zip(names, stores, outs):
         lambda: ops.attention(query, [mine[0][:, :, 1:], *mine[1:]], mine, name, name),
         lambda: ops.attention(query, mine, mine, name, name, mask=torch.ones(4, 21)),
         lambda: ops.quantize(x, "int2_group32"),
+        lambda: ops.paged_append_(mine, torch.tensor([[0], [2]]), torch.zeros(2, 1).long(), x[:, :, :1], name),
+        lambda: ops.paged_append_(mine, torch.tensor([[0], [1]]), torch.tensor([[0], [21]]), x[:, :, :1], name),
+        lambda: ops.paged_append_(mine, torch.tensor([[0], [-1]]), torch.zeros(2, 1).long(), x[:, :, :1], name),
+        lambda: ops.paged_attention(query, mine, mine, torch.tensor([[0], [1]]), torch.tensor([21, 22]), name, name),
+        lambda: ops.paged_attention(query, mine, mine, torch.tensor([[0], [-1]]), torch.tensor([21, 1]), name, name),
+        lambda: ops.paged_attention(query, mine, mine, torch.tensor([[0]]), torch.tensor([21]), name, name),
     ):
         try:
             wrong()

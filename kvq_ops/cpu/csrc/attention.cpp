@@ -2,19 +2,23 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <utility>
 
 #include "calls.h"
 #include "decode.h"
 #include "gemm.h"
-#include "integer.h"
+#include "integers.h"
 #include "mask.h"
 #include "parallel.h"
+#include "profile.h"
 
 namespace kvq {
 namespace {
 
 constexpr int64_t kFewRows = 8;     // up to here scores are sums along channels; beyond, queries lie across lanes
 constexpr int64_t kFewTokens = 16;
+constexpr int64_t kSpan = 256;      // tokens whose scores few rows have at once, so that weights are known to be small or not
+constexpr int64_t kSpanTiles = kSpan / kTile;
 constexpr int64_t kBlock = 192;     // query rows that share a decoded tile
 constexpr int64_t kItems = 32;      // work is cut at least this fine, whatever the threads: results do not depend on them
 constexpr int64_t kShortest = 256;  // tokens in a cut, at least
@@ -77,10 +81,7 @@ void token_scales(const Side& s, int64_t b, int64_t h, int64_t t0, int64_t n, fl
 }
 
 // Whether a tile may leave out scales: none of its tokens is exact.
-bool plain_tile(const Side& s, int64_t b, int64_t t0, int64_t n) {
-  if (!folds(s)) return false;
-  return !s.window || (t0 >= s.sinks && t0 + n <= load_index(s.coded, b));
-}
+bool plain_tile(const Side& s, int64_t b, int64_t t0, int64_t n) { return folds(s) && all_coded(s, b, t0, n); }
 
 // Bias of every query of a tile, [queries or rows][kTile]; false where no row may see anything.
 struct Bias {
@@ -106,17 +107,20 @@ vf with_bias(vf s, vf bias) { return bias == -kInf ? set1(-kInf) : s + bias; }
 vf soften(vf s, float softcap) { return softcap * tanh_(s * (1.0f / softcap)); }
 
 struct State {
-  float *m, *l, *acc;  // running maximum, sum of weights, weighted sum of values [rows][padded(Dv)]
+  float *m, *l, *acc;       // running maximum, sum of weights, weighted sum of values [rows][padded(Dv)]
+  float* other = nullptr;   // a second such sum, [rows][wide], in an order of its own
+  int64_t wide = 0;
 };
 
-// Softmax of the scores of few rows, s[r][kTile]; leaves weights times value scales there.
-// Returns whether the weights of the tile are so small, against what was summed before, that 16 bits of them do.
-bool soften_few(const Block& k, Reach tile, bool inside, const float* key_scale, const float* value_scale,
-                const Bias& bias, float* s, int64_t end, State& state) {
-  const int64_t n = tile.hi - tile.lo, dv = padded(k.a.value.dim);
+void shrink_row(float* row, int64_t count, float x) {
+  for (int64_t d = 0; d < count; d += W) store(row + d, load(row + d) * x);
+}
+
+// Scores of few rows as they enter the softmax: s[r][kSpan] of a tile, with key scales, softcap and mask; -inf beyond what a row sees.
+void shape_few(const Block& k, Reach tile, bool inside, const float* key_scale, const Bias& bias, float* s, int64_t end) {
+  const int64_t n = tile.hi - tile.lo;
   const float softcap = float(k.a.softcap);
-  bool coarse = true;
-  for (int64_t r = 0; r < k.rows; ++r, s += kTile) {
+  for (int64_t r = 0; r < k.rows; ++r, s += kSpan) {
     if (key_scale)
       for (int64_t t = 0; t < kTile; t += W) store(s + t, load(s + t) * load(key_scale + t));
     if (softcap > 0)
@@ -130,31 +134,47 @@ bool soften_few(const Block& k, Reach tile, bool inside, const float* key_scale,
       const Reach own = reach_of(k.a, end, k.query(r));
       lo = std::clamp<int64_t>(own.lo - tile.lo, 0, n), hi = std::clamp<int64_t>(own.hi - tile.lo, 0, n);
     }
-    std::fill(s, s + lo, -kInf);
-    std::fill(s + std::max(lo, hi), s + kTile, -kInf);
+    if (lo > 0) std::fill(s, s + lo, -kInf);
+    if (std::max(lo, hi) < kTile) std::fill(s + std::max(lo, hi), s + kTile, -kInf);
+  }
+}
+
+// Softmax of the scores of few rows over the tiles of a span; leaves weights times value scales, which are [kSpan]. `coarse` says of each
+// tile whether its weights are so small, against what was summed so far, that 16 bits of them do.
+void soften_few(const Block& k, int64_t tiles, const float* value_scale, float* s, State& state, bool* coarse,
+                Ahead& ahead) {
+  const int64_t dv = padded(k.a.value.dim), width = tiles * kTile;
+  std::fill(coarse, coarse + tiles, true);
+  for (int64_t r = 0; r < k.rows; ++r, s += kSpan) {
     vf top = load(s);
-    for (int64_t t = W; t < kTile; t += W) top = max(top, load(s + t));
-    const float before = state.m[r], most = reduce_max(top), m = std::max(before, most);
+    for (int64_t t = W; t < width; t += W) top = max(top, load(s + t));
+    const float before = state.m[r], m = std::max(before, reduce_max(top));
     if (m == -kInf) {
       // A maximum may pass NaN over; the sum of weights must not.
-      if (std::any_of(s, s + kTile, [](float x) { return x != x; })) state.m[r] = 0.0f, state.l[r] = kNan;
-      std::fill(s, s + kTile, 0.0f);
+      if (std::any_of(s, s + width, [](float x) { return x != x; })) state.m[r] = 0.0f, state.l[r] = kNan;
+      std::fill(s, s + width, 0.0f);
       continue;
     }
-    vf sum{};
-    for (int64_t t = 0; t < kTile; t += W) {
-      vf p = exp_negative(load(s + t) - m);
-      sum += p;
-      store(s + t, value_scale ? p * load(value_scale + t) : p);
+    vf sum{}, tops[kSpanTiles];
+    for (int64_t i = 0; i < tiles; ++i) {
+      vf most{};
+      KVQ_UNROLL for (int64_t t = i * kTile; t < (i + 1) * kTile; t += W) {
+        const vf p = exp_negative(load(s + t) - m);
+        sum += p, most = max(most, p);
+        store(s + t, p * load(value_scale + t));
+      }
+      tops[i] = most;
+      ahead.step(ahead.softmax);
     }
     const float shrink = exp_negative(set1(before - m))[0];
     state.m[r] = m;
     state.l[r] = state.l[r] * shrink + reduce_add(sum);
-    coarse &= exp_negative(set1(most - m))[0] * 256.0f <= state.l[r];
-    if (shrink != 1.0f)
-      for (int64_t d = 0; d < dv; d += W) store(state.acc + r * dv + d, load(state.acc + r * dv + d) * shrink);
+    for (int64_t i = 0; i < tiles; ++i) coarse[i] &= reduce_max(tops[i]) * 256.0f <= state.l[r];
+    if (shrink != 1.0f) {
+      shrink_row(state.acc + r * dv, dv, shrink);
+      if (state.other) shrink_row(state.other + r * state.wide, state.wide, shrink);
+    }
   }
-  return coarse;
 }
 
 // The same for many rows, s[t][width]: a lane is a query row. `mixed` holds what is added, in the shape of s.
@@ -185,9 +205,7 @@ void soften_many(const Block& k, int64_t n, int64_t width, const float* key_scal
     store(state.l + r, load(state.l + r) * shrink + sum);
     for (int i = 0; i < W && r + i < k.rows; ++i) {
       if (shrink[i] == 1.0f) continue;
-      float* acc = state.acc + (r + i) * dv;
-      const float x = shrink[i];
-      for (int64_t d = 0; d < dv; d += W) store(acc + d, load(acc + d) * x);
+      shrink_row(state.acc + (r + i) * dv, dv, shrink[i]);
     }
   }
 }
@@ -207,9 +225,9 @@ void mix(const Block& k, Reach tile, const Bias& bias, int64_t end, int64_t widt
   for (int64_t t = 0; t < n; ++t) std::fill(out + t * width + k.rows, out + (t + 1) * width, 0.0f);
 }
 
-// The codes of a tile from t0 on, as far as `end` and the first page, where they lie close together.
-Ahead rows_ahead(const Side& s, const Block& k, int64_t t0, int64_t end) {
-  const int64_t n = std::min(kTile, end - t0), size = item_size(s.codes.dtype);
+// Where codes from t0 on lie, as far as `end` and the first page, if they lie close together.
+std::pair<const char*, const char*> codes_from(const Side& s, const Block& k, int64_t t0, int64_t end) {
+  const int64_t n = end - t0, size = item_size(s.codes.dtype);
   const int64_t stride = s.codes.t * size, bytes = bytes_of(s.bits, s.dim) * size;
   if (n <= 0 || stride > 2 * bytes) return {s.codes.data, s.codes.data};
   const Run run = run_of(s, k.b, t0, n);
@@ -217,121 +235,154 @@ Ahead rows_ahead(const Side& s, const Block& k, int64_t t0, int64_t end) {
   return {first, first + (run.count - 1) * stride + bytes};
 }
 
-// Products of few rows with int8 codes as they are.
-struct Integers {
-#if defined(KVQ_INTEGER)
-  int8_t* query = nullptr;       // null: not for these keys
-  uint8_t *tile = nullptr, *copy = nullptr, *weights = nullptr;
-  Digits digits[kFewRows];
-  int64_t ld = 0;
+// What to fetch during a span: its values, then the keys of the next.
+Ahead ahead_of(const Block& k, const Integers& integers, int64_t from, int64_t to, int64_t end) {
+  const auto [value, value_end] = codes_from(k.a.value, k, from, to);
+  const auto [key, key_end] = codes_from(k.a.key, k, to, std::min(to + kSpan, end));
+  Ahead ahead{value, value_end, key, key_end};
+  const int64_t lines = (value_end - value + key_end - key) / 64, softmax = k.rows * ((to - from + kTile - 1) / kTile);
+  const auto share = [&](int64_t eighths, int64_t steps) { return steps ? int((lines * eighths + 8 * steps - 1) / (8 * steps)) : 0; };
+  ahead.keys = share(3, integers.key_steps(to - from));
+  ahead.softmax = share(2, softmax);
+  ahead.values = share(3, integers.value_steps(to - from));
+  return ahead;
+}
 
-  static int64_t size(const AttentionArgs& a, int64_t rows) {  // floats
-    const int64_t wide = std::max(blocks_of(a.key.dim), blocks_of(a.value.dim)) * 64;
-    return (rows * kDigits * wide + 2 * kTile * wide + 4 * kTile * 4) / 4 + 64;
-  }
-  Integers(const Block& k, Scratch& memory, const float* q, int64_t ldq) {
-    if (!q) return;  // many rows
-    const int64_t dim = k.a.key.dim, wide = std::max(blocks_of(dim), blocks_of(k.a.value.dim)) * 64;
-    tile = reinterpret_cast<uint8_t*>(memory.take(kTile * wide / 4));
-    copy = reinterpret_cast<uint8_t*>(memory.take(kTile * wide / 4));
-    weights = reinterpret_cast<uint8_t*>(memory.take(4 * kTile));
-    if (k.a.key.code != INT8 || k.a.key.codes.d != 1) return;  // rows lie apart
-    ld = kDigits * blocks_of(dim) * 64;
-    query = reinterpret_cast<int8_t*>(memory.take(k.rows * ld / 4));
-    for (int64_t r = 0; r < k.rows; ++r) digits[r] = to_digits(q + r * ldq, dim, query + r * ld);
-  }
-  bool scores(const Block& k, int64_t t0, int64_t n, const float* scale, float* s, Ahead& ahead) {
-    if (!query) return false;
-    turn_tile(whole_rows(k.a.key, k.b, k.h, t0, n, copy), k.a.key.dim, tile, ahead);
-    integer_scores(k.rows, tile, query, ld, digits, k.a.key.dim, scale, s, ahead);
-    return true;
-  }
-  bool values(const Block& k, int64_t t0, int64_t n, const float* scale, const float* s, float* acc, bool coarse,
-              Ahead& ahead) {
-    const Side& v = k.a.value;
-    if (v.code != INT8 || v.codes.d != 1 || *std::min_element(scale, scale + n) < 0.0f) return false;
-    braid_tile(whole_rows(v, k.b, k.h, t0, n, copy), v.dim, tile, ahead);
-    integer_values(k.rows, tile, s, weights, v.dim, acc, padded(v.dim), coarse, ahead);
-    return true;
-  }
-#else
-  static int64_t size(const AttentionArgs&, int64_t) { return 0; }
-  Integers(const Block&, Scratch&, const float*, int64_t) {}
-  bool scores(const Block&, int64_t, int64_t, const float*, float*, Ahead&) { return false; }
-  bool values(const Block&, int64_t, int64_t, const float*, const float*, float*, bool, Ahead&) { return false; }
-#endif
+// What a thread works with; many rows have a column each in `query` and `s`.
+struct Desk {
+  float *query, *key, *value, *s, *mixed, *key_scale, *value_scale;
+  int64_t width, d, dv;
+  Bias bias;
 };
+
+// Few rows over the tokens of `part`, a span at a time.
+void attend_few(const Block& k, Reach part, int64_t end, Desk& desk, Integers& integers, State& state, Laps& laps) {
+  const AttentionArgs& a = k.a;
+  const Reach first = reach_of(a, end, k.first), last = reach_of(a, end, k.query(k.rows - 1));
+  for (int64_t from = part.lo; from < part.hi; from += kSpan) {
+    const int64_t to = std::min(from + kSpan, part.hi), tiles = (to - from + kTile - 1) / kTile;
+    bool open[kSpanTiles], plain[kSpanTiles], coarse[kSpanTiles];
+    Ahead ahead = ahead_of(k, integers, from, to, part.hi);
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t t0 = from + i * kTile, n = std::min(kTile, to - t0);
+      const Reach tile{t0, t0 + n};
+      float* s = desk.s + i * kTile;
+      plain[i] = false;
+      open[i] = last.hi > tile.lo && first.lo < tile.hi && desk.bias.fill(k, t0, n);
+      if (!open[i]) {
+        for (int64_t r = 0; r < k.rows; ++r) std::fill(s + r * kSpan, s + r * kSpan + kTile, -kInf);
+        continue;
+      }
+      const bool inside = first.hi >= tile.hi && last.lo <= tile.lo, key_plain = plain_tile(a.key, k.b, t0, n);
+      if (key_plain) token_scales(a.key, k.b, k.h, t0, n, desk.key_scale);
+      const bool done = integers.scores(t0, n, desk.key_scale, s, kSpan, ahead);
+      // Decoded a few tokens at a time, which stay in the nearest cache.
+      for (int64_t u = 0; !done && u < n; u += kFewTokens) {
+        const int64_t now = std::min(kFewTokens, n - u), whole = (now + 7) / 8 * 8;
+        decode_tile(a.key, k.b, k.h, t0 + u, now, desk.key, desk.d, key_plain, true);
+        std::fill(desk.key + now * desk.d, desk.key + whole * desk.d, 0.0f);
+        few_dots(k.rows, desk.query, desk.d, desk.key, desk.d, desk.d, whole, s + u, kSpan);
+      }
+      laps.lap(SCORES);
+      shape_few(k, tile, inside, key_plain && !done ? desk.key_scale : nullptr, desk.bias, s, end);
+      laps.lap(SOFTMAX);
+    }
+    if (std::none_of(open, open + tiles, [](bool x) { return x; })) continue;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t t0 = from + i * kTile, n = std::min(kTile, to - t0);
+      plain[i] = open[i] && !integers.scales_values() && plain_tile(a.value, k.b, t0, n);
+      if (plain[i]) token_scales(a.value, k.b, k.h, t0, n, desk.value_scale + i * kTile);
+      else std::fill(desk.value_scale + i * kTile, desk.value_scale + (i + 1) * kTile, 1.0f);
+    }
+    soften_few(k, tiles, desk.value_scale, desk.s, state, coarse, ahead);
+    laps.lap(SOFTMAX);
+    for (int64_t i = 0; i < tiles;) {
+      const int64_t t0 = from + i * kTile;
+      if (!open[i]) {
+        ++i;
+        continue;
+      }
+      const float* s = desk.s + i * kTile;
+      // Two tiles at once where both are alike.
+      const bool two = i + 1 < tiles && open[i + 1] && coarse[i] == coarse[i + 1];
+      const int64_t n = std::min(two ? 2 * kTile : kTile, to - t0);
+      if (integers.values(t0, n, desk.value_scale + i * kTile, s, kSpan, coarse[i], ahead)) {
+        i += two ? 2 : 1;
+        continue;
+      }
+      for (int64_t u = 0; u < std::min(n, kTile); u += kFewTokens) {
+        const int64_t now = std::min({kFewTokens, n - u, kTile - u});
+        decode_tile(a.value, k.b, k.h, t0 + u, now, desk.value, desk.dv, plain[i], true);
+        product<true>(k.rows, desk.dv / W, now, s + u, kSpan, 1, desk.value, desk.dv, state.acc, desk.dv);
+      }
+      ++i;
+    }
+    laps.lap(VALUES);
+  }
+}
+
+// Many rows, a tile at a time.
+void attend_many(const Block& k, Reach part, int64_t end, Desk& desk, State& state) {
+  const AttentionArgs& a = k.a;
+  const Reach first = reach_of(a, end, k.first), last = reach_of(a, end, k.query(k.rows - 1));
+  const int64_t width = desk.width;
+  for (int64_t t0 = part.lo; t0 < part.hi; t0 += kTile) {
+    const Reach tile{t0, std::min(t0 + kTile, part.hi)};
+    const int64_t n = tile.hi - tile.lo;
+    if (last.hi <= tile.lo || first.lo >= tile.hi || !desk.bias.fill(k, t0, n)) continue;
+    const bool inside = first.hi >= tile.hi && last.lo <= tile.lo;
+    const bool key_plain = plain_tile(a.key, k.b, t0, n), value_plain = plain_tile(a.value, k.b, t0, n);
+    if (key_plain) token_scales(a.key, k.b, k.h, t0, n, desk.key_scale);
+    if (value_plain) token_scales(a.value, k.b, k.h, t0, n, desk.value_scale);
+    decode_tile(a.key, k.b, k.h, t0, n, desk.key, desk.d, key_plain, true);
+    product<false>(n, width / W, desk.d, desk.key, desk.d, 1, desk.query, width, desk.s, width);
+    const bool mixes = !inside || desk.bias.given;
+    if (mixes) mix(k, tile, desk.bias, end, width, desk.mixed);
+    soften_many(k, n, width, key_plain ? desk.key_scale : nullptr, value_plain ? desk.value_scale : nullptr,
+                mixes ? desk.mixed : nullptr, desk.s, state);
+    decode_tile(a.value, k.b, k.h, t0, n, desk.value, desk.dv, value_plain, true);
+    product<true>(k.rows, desk.dv / W, n, desk.s, 1, width, desk.value, desk.dv, state.acc, desk.dv);
+  }
+}
 
 // One block of rows over the tokens of `part`.
 void attend(const Block& k, Reach part, int64_t end, State& state) {
   const AttentionArgs& a = k.a;
   const bool few = k.rows <= kFewRows;
-  const int64_t width = few ? k.rows : padded(k.rows);
-  const int64_t d = padded(a.key.dim), dv = padded(a.value.dim);
+  Desk desk{};
+  const int64_t width = desk.width = few ? k.rows : padded(k.rows);
+  const int64_t d = desk.d = padded(a.key.dim), dv = desk.dv = padded(a.value.dim), tokens = few ? kSpan : kTile;
+  const int64_t integer_size = few ? Integers::size(a, k.rows) : 0;
   Scratch& memory = scratch();
-  memory.reserve(width * d + kTile * (d + dv + width + (few ? 0 : width) + k.rows + 2) + 256 +
-                 (few ? Integers::size(a, k.rows) : 0));
-  float* query = memory.take(width * d);
-  float* key = memory.take(kTile * d);
-  float* value = memory.take(kTile * dv);
-  float* s = memory.take(kTile * width);
-  float* mixed = few ? nullptr : memory.take(kTile * width);
-  Bias bias{memory.take(kTile * k.rows), false, false};
-  float* key_scale = memory.take(kTile);
-  float* value_scale = memory.take(kTile);
-
-  if (few) {
-    for (int64_t r = 0; r < k.rows; ++r) load_query(k, r, query + r * d);
-  } else {
-    for (int64_t r = 0; r < width; ++r) {
-      if (r < k.rows) load_query(k, r, key);
-      else std::fill(key, key + d, 0.0f);
-      for (int64_t i = 0; i < d; ++i) query[i * width + r] = key[i];
-    }
-  }
-  Integers integers(k, memory, few ? query : nullptr, d);
+  memory.reserve(width * d + kTile * (d + dv + k.rows) + tokens * (few ? width : 2 * width) + tokens + kTile + 256 + integer_size);
+  desk.query = memory.take(width * d);
+  desk.key = memory.take(kTile * d);
+  desk.value = memory.take(kTile * dv);
+  desk.s = memory.take(tokens * width);
+  desk.mixed = few ? nullptr : memory.take(tokens * width);
+  desk.bias = Bias{memory.take(kTile * k.rows), false, false};
+  desk.key_scale = memory.take(kTile);
+  desk.value_scale = memory.take(tokens);
   std::fill(state.m, state.m + width, -kInf);
   std::fill(state.l, state.l + width, 0.0f);
   std::fill(state.acc, state.acc + k.rows * dv, 0.0f);
-  const Reach first = reach_of(a, end, k.first), last = reach_of(a, end, k.query(k.rows - 1));
-
-  for (int64_t t0 = part.lo; t0 < part.hi; t0 += kTile) {
-    const Reach tile{t0, std::min(t0 + kTile, part.hi)};
-    const int64_t n = tile.hi - tile.lo;
-    if (last.hi <= tile.lo || first.lo >= tile.hi || !bias.fill(k, t0, n)) continue;
-    const bool inside = first.hi >= tile.hi && last.lo <= tile.lo;
-    const bool key_plain = plain_tile(a.key, k.b, t0, n), value_plain = plain_tile(a.value, k.b, t0, n);
-    if (key_plain) token_scales(a.key, k.b, k.h, t0, n, key_scale);
-    if (value_plain) token_scales(a.value, k.b, k.h, t0, n, value_scale);
-    if (few) {
-      Ahead value_ahead = rows_ahead(a.value, k, t0, tile.hi), key_ahead = rows_ahead(a.key, k, t0 + kTile, part.hi);
-      const bool done = key_plain && integers.scores(k, t0, n, key_scale, s, value_ahead);
-      // Decoded a few tokens at a time, which stay in the nearest cache.
-      for (int64_t u = 0; !done && u < n; u += kFewTokens) {
-        const int64_t now = std::min(kFewTokens, n - u), whole = (now + 7) / 8 * 8;
-        decode_tile(a.key, k.b, k.h, t0 + u, now, key, d, key_plain, true);
-        std::fill(key + now * d, key + whole * d, 0.0f);
-        few_dots(k.rows, query, d, key, d, d, whole, s + u, kTile);
-      }
-      const bool coarse = soften_few(k, tile, inside, key_plain && !done ? key_scale : nullptr,
-                                     value_plain ? value_scale : nullptr, bias, s, end, state);
-      if (value_plain && integers.values(k, t0, n, value_scale, s, state.acc, coarse, key_ahead)) continue;
-      for (int64_t u = 0; u < n; u += kFewTokens) {
-        const int64_t now = std::min(kFewTokens, n - u);
-        decode_tile(a.value, k.b, k.h, t0 + u, now, value, dv, value_plain, true);
-        product<true>(k.rows, dv / W, now, s + u, kTile, 1, value, dv, state.acc, dv);
-      }
-    } else {
-      decode_tile(a.key, k.b, k.h, t0, n, key, d, key_plain, true);
-      product<false>(n, width / W, d, key, d, 1, query, width, s, width);
-      const bool mixes = !inside || bias.given;
-      if (mixes) mix(k, tile, bias, end, width, mixed);
-      soften_many(k, n, width, key_plain ? key_scale : nullptr, value_plain ? value_scale : nullptr,
-                  mixes ? mixed : nullptr, s, state);
-      decode_tile(a.value, k.b, k.h, t0, n, value, dv, value_plain, true);
-      product<true>(k.rows, dv / W, n, s, 1, width, value, dv, state.acc, dv);
+  if (!few) {
+    for (int64_t r = 0; r < width; ++r) {
+      if (r < k.rows) load_query(k, r, desk.key);
+      else std::fill(desk.key, desk.key + d, 0.0f);
+      for (int64_t i = 0; i < d; ++i) desk.query[i * width + r] = desk.key[i];
     }
+    return attend_many(k, part, end, desk, state);
   }
+  Laps laps;
+  for (int64_t r = 0; r < k.rows; ++r) load_query(k, r, desk.query + r * d);
+  Integers integers(a, k.b, k.h, k.rows);
+  integers.prepare(memory.take(integer_size), desk.query, d);
+  state.other = integers.sums(), state.wide = integers.wide();
+  laps.lap(PREPARE);
+  attend_few(k, part, end, desk, integers, state, laps);
+  for (int64_t r = 0; integers.sums() && r < k.rows; ++r) integers.add_to(r, state.acc + r * dv);
+  laps.lap(MERGE);
 }
 
 // Divides by the sum of weights, a sink included, and writes a row of the result.
@@ -411,6 +462,7 @@ int64_t run(AttentionArgs a) {
   });
   if (splits == 1) return 0;
   parallel(plain_items, threads, [&](int64_t i) {
+    Laps laps;
     const Block k = block_of(i);
     State total = state_of(i, 0);
     for (int64_t row = 0; row < k.rows; ++row) {
@@ -426,6 +478,7 @@ int64_t run(AttentionArgs a) {
       }
       finish(k, row, m, l, acc);
     }
+    laps.lap(MERGE);
   });
   return 0;
 }

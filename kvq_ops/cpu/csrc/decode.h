@@ -18,6 +18,11 @@ inline bool folds(const Side& s) {
          s.scale_tokens == 1 && !s.outliers;
 }
 
+// Whether tokens t0..t0+n are all in codes, none of them exact.
+inline bool all_coded(const Side& s, int64_t b, int64_t t0, int64_t n) {
+  return !s.window || (t0 >= s.sinks && t0 + n <= load_index(s.coded, b));
+}
+
 inline float outer_scale(const Side& s) { return s.outer.dtype == NONE ? 1.0f : load_number(s.outer.data, s.outer.dtype); }
 
 inline float scale_of(const Side& s, int64_t b, int64_t h, int64_t t) {
@@ -79,6 +84,22 @@ template <int64_t DTYPE>
 void load_numbers(const Plane& p, int64_t b, int64_t h, int64_t t0, int64_t n, int64_t groups, float factor, float* out) {
   const char* row = at(p, b, h, t0);
   const int64_t size = item_size(DTYPE);
+  if (p.t == groups && (p.d == 1 || groups == 1)) {  // they lie side by side
+    const int64_t count = n * groups;
+    int64_t i = 0;
+    for (; i + W <= count; i += W) {
+      const uint8_t* from = reinterpret_cast<const uint8_t*>(row) + i * size;
+      vf x;
+      if (DTYPE == F32) x = load(reinterpret_cast<const float*>(from));
+      else if (DTYPE == F16) x = from_half(from);
+      else if (DTYPE == BF16) x = from_bfloat(from);
+      else if (DTYPE == E4M3) x = from_e4m3(from);
+      else for (int j = 0; j < W; ++j) x[j] = load_number(row + i * size + j, DTYPE);
+      store(out + i, x * factor);
+    }
+    for (; i < count; ++i) out[i] = load_number(row + i * size, DTYPE) * factor;
+    return;
+  }
   for (int64_t t = 0; t < n; ++t, row += p.t * size)
     for (int64_t g = 0; g < groups; ++g) *out++ = load_number(row + g * p.d * size, DTYPE) * factor;
 }

@@ -78,7 +78,7 @@ inline void asymmetric(const Side& s, const float* x, int64_t n, Shared& p, uint
   }
   if (high < low) low = high = 0.0f;  // nothing finite has no range
   p.scale = round_parameter(std::min((high - low) / top, largest), s.scale.dtype);
-  p.minimum = round_parameter(std::min(std::max(low, -largest), largest), s.minimum.dtype);
+  p.minimum = round_parameter(std::min(std::max(low, -largest), largest) + 0.0f, s.minimum.dtype);  // no -0.0
   if (p.scale == 0.0f) {
     std::memset(codes, 0, n);
     return;
@@ -164,7 +164,7 @@ inline void codebook(const Side& s, int64_t h, const float* x, int64_t n, const 
       low = std::min(low, within(x[i], kQuarter)), high = std::max(high, within(x[i], kQuarter));
     }
     if (high < low) low = high = 0.0f;
-    p.minimum = round_parameter(within((high + low) * 0.5f, 65504.0f), F16);
+    p.minimum = round_parameter(within((high + low) * 0.5f, 65504.0f) + 0.0f, F16);
     p.scale = round_parameter(std::min((high - low) * 0.5f, 65504.0f), F16);
   }
   for (int64_t i = 0; i < n; ++i) {

@@ -1,6 +1,13 @@
-// Products with int8 codes as they are, by the integer dot products of AVX-512 VNNI. Queries and weights become 24-bit integers, in three
-// bytes, which is as exact as fp32; scales are applied to the sums.
+// Codes of at most 8 bits that stand for integers, as they meet the integer dot products of AVX-512 VNNI. Queries and weights become
+// 24-bit integers, in three bytes, which is as exact as fp32; scales are applied to the sums.
+//
+// A row is cut into blocks of 64 bytes, and a byte holds P codes: its planes. Byte 16 L + 4 j + e of a block lies in lane L of the
+// vector, 128 bits wide, and nothing below moves bytes between lanes: dwords (of keys) or bytes (of values) of four tokens are
+// interleaved within a lane, which is cheap, and lanes are told apart until the end, which is where groups of channels have their
+// own scales. Channel P (64 block + 16 L + 4 j + e) + p is what plane p of that byte holds.
 #pragma once
+#include <type_traits>
+
 #include "decode.h"
 
 #if defined(KVQ_AVX512) && defined(__AVX512VNNI__)
@@ -9,93 +16,182 @@
 namespace kvq {
 
 constexpr int kDigits = 3;
+constexpr int kQuad = 4;                // tokens whose codes lie in a lane together
+constexpr int kPack = 8;                // tokens that are found by one pointer
+constexpr int kMost = 4;                // rows of a product at once
+constexpr int64_t kRun = 2 * kTile;     // tokens of values in a product, at most
+constexpr int64_t kPacks = kRun / kPack;
 
-inline int64_t blocks_of(int64_t dim) { return (dim + 63) / 64; }  // of 64 channels
-
-// A row of numbers as integers times `unit`, in three digits of base 256 between -128 and 127: out[digit][64 * blocks].
-struct Digits {
-  float unit;
-  int32_t sum[kDigits];
+// What the codes of a side are made of. `planes` 0: they are no integers.
+struct Codes {
+  int64_t planes = 0, bytes = 0, blocks = 0, bias = 0;
+  float factor = 1.0f;                  // what an integer is times to be the number it stands for
+  alignas(16) int8_t table[16];         // integers of packed codes
 };
 
-// `x` may be read to the end of a vector; what is there beyond `dim` is zero.
-inline Digits to_digits(const float* x, int64_t dim, int8_t* out) {
-  const int64_t stride = blocks_of(dim) * 64;
-  vf most{};
-  vf nothing{};  // NaN once a number is not finite, which digits cannot say
-  for (int64_t d = 0; d < dim; d += W) most = max(most, absolute(load(x + d))), nothing += load(x + d) * 0.0f;
+// Keys are unsigned to the processor: integers plus the bias. Values are signed.
+template <int PLANES>
+struct Planes {
+  static constexpr int P = PLANES;
+  static constexpr bool GROUPS = P > 1;  // scales may be those of groups of channels
+  __m512i keys, values;
+  explicit Planes(const Codes& c) {
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(c.table));
+    values = _mm512_broadcast_i32x4(table);
+    keys = P == 1 ? _mm512_set1_epi8(char(0x80)) : _mm512_add_epi8(values, _mm512_set1_epi8(char(c.bias)));
+  }
+  template <int PLANE>
+  static __m512i index(__m512i x) {
+    constexpr int bits = 8 / P;
+    return _mm512_and_si512(_mm512_srli_epi16(x, PLANE * bits), _mm512_set1_epi8((1 << bits) - 1));
+  }
+  template <int PLANE>
+  __m512i key(__m512i x) const {
+    if constexpr (P == 1) return _mm512_xor_si512(x, keys);
+    else return _mm512_shuffle_epi8(keys, index<PLANE>(x));
+  }
+  template <int PLANE>
+  __m512i value(__m512i x) const {
+    if constexpr (P == 1) return x;
+    else return _mm512_shuffle_epi8(values, index<PLANE>(x));
+  }
+};
+
+// Whether attention may use the codes of a side as integers; its scales are those of a token, or of whole half lanes.
+inline Codes codes_of(const Side& s) {
+  Codes c;
+  const int64_t planes = s.code == INT8 ? 1 : s.code == TABLE4 ? 2 : s.code == TABLE2 ? 4 : 0;
+  if (!planes) return c;
+  const bool grouped = planes > 1 && !s.static_scale && s.scale_channels % (8 * planes) == 0;
+  if (s.codes.d != 1 || s.outliers || s.scale_tokens != 1 || s.rule == NORMED || s.position.dtype != NONE ||
+      s.codebook.dtype != NONE || s.zero_point.dtype != NONE || !(folds(s) || grouped))
+    return c;
+  c.bias = 128;
+  if (planes > 1) {
+    c.factor = 0.5f, c.bias = 0;  // tables may hold halves
+    for (int i = 0; i < 16; ++i) {
+      const float x = 2.0f * s.table[i];
+      if (!(x >= -60.0f && x <= 60.0f) || x != std::nearbyint(x)) return c;
+      c.table[i] = int8_t(x);
+      c.bias = std::max<int64_t>(c.bias, -c.table[i]);
+    }
+  }
+  c.planes = planes;
+  c.bytes = bytes_of(s.bits, s.dim);
+  c.blocks = (c.bytes + 63) / 64;
+  return c;
+}
+
+// A row of numbers as integers times `unit`, in three digits of base 256 between -128 and 127: out[digit][count].
+// NaN once a number is not finite, which digits cannot say. `count` is a multiple of W.
+inline float to_digits(const float* x, int64_t count, int8_t* out) {
+  vf most{}, nothing{};
+  for (int64_t d = 0; d < count; d += W) most = max(most, absolute(load(x + d))), nothing += load(x + d) * 0.0f;
   const float top = reduce_max(most);
   constexpr float kTop = 8290000.0f;  // below 127 * (2^16 + 2^8 + 1)
   const bool usable = top > 1e-30f && top < kInf;
   const vf scale = set1(usable ? kTop / top : 0.0f);
-  std::memset(out, 0, kDigits * stride);
-  __m512i sum[kDigits] = {};
-  for (int64_t d = 0; d < dim; d += W) {
+  for (int64_t d = 0; d < count; d += W) {
     __m512i q = _mm512_cvtps_epi32(load(x + d) * scale);
     for (int i = 0; i < kDigits; ++i) {
       const __m512i digit = _mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * stride + d), _mm512_cvtepi32_epi8(digit));
-      sum[i] = _mm512_add_epi32(sum[i], digit);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * count + d), _mm512_cvtepi32_epi8(digit));
       q = _mm512_srai_epi32(_mm512_sub_epi32(q, digit), 8);
     }
   }
-  Digits made{(usable ? top / kTop : 0.0f) + reduce_add(nothing), {}};
-  for (int i = 0; i < kDigits; ++i) made.sum[i] = _mm512_reduce_add_epi32(sum[i]);
-  return made;
+  return (usable ? top / kTop : 0.0f) + reduce_add(nothing);
 }
 
-// Rows of a tile, 64 bytes a block; a copy where they do not lie side by side, or with zeros where tokens or channels are missing.
+// Rows of a run of tokens, a pointer for every kPack of them; a copy where those do not lie side by side, or with zeros where tokens or
+// bytes are missing.
 struct Rows {
-  const uint8_t* data;
-  int64_t stride;
+  const uint8_t* packs[kPacks];
+  int64_t strides[kPacks];
 };
 
-inline Rows whole_rows(const Side& s, int64_t b, int64_t h, int64_t t0, int64_t n, uint8_t* copy) {
-  const int64_t bytes = blocks_of(s.dim) * 64;
-  if (n == kTile && bytes == s.dim) {
-    const Run run = run_of(s, b, t0, n);
-    if (run.count == n) return {reinterpret_cast<const uint8_t*>(at(s.codes, run.row, h, run.slot)), s.codes.t};
-  }
-  each_run(s, b, t0, n, [&](const Run& run, int64_t i) {
-    for (int64_t t = 0; t < run.count; ++t) {
-      uint8_t* row = copy + (i + t) * bytes;
-      std::memcpy(row, at(s.codes, run.row, h, run.slot + t), s.dim);
-      std::memset(row + s.dim, 0, bytes - s.dim);
+inline void find_rows(const Side& s, const Codes& c, int64_t b, int64_t h, int64_t t0, int64_t n, uint8_t* copy, Rows& rows) {
+  const int64_t wide = c.blocks * 64;
+  for (int64_t p = 0; p * kPack < n; ++p, copy += kPack * wide) {
+    const int64_t here = std::min<int64_t>(kPack, n - p * kPack);
+    if (here == kPack && wide == c.bytes) {
+      const Run run = run_of(s, b, t0 + p * kPack, kPack);
+      if (run.count == kPack) {
+        rows.packs[p] = reinterpret_cast<const uint8_t*>(at(s.codes, run.row, h, run.slot));
+        rows.strides[p] = s.codes.t;
+        continue;
+      }
     }
-  });
-  std::memset(copy + n * bytes, 0, (kTile - n) * bytes);
-  return {copy, bytes};
+    each_run(s, b, t0 + p * kPack, here, [&](const Run& run, int64_t i) {
+      for (int64_t t = 0; t < run.count; ++t) {
+        uint8_t* row = copy + (i + t) * wide;
+        std::memcpy(row, at(s.codes, run.row, h, run.slot + t), c.bytes);
+        std::memset(row + c.bytes, 0, wide - c.bytes);
+      }
+    });
+    std::memset(copy + here * wide, 0, (kPack - here) * wide);
+    rows.packs[p] = copy, rows.strides[p] = wide;
+  }
 }
 
-// Four channels of 64 tokens side by side, plus 128: out[channel / 4][token][4].
-KVQ_KERNEL inline void turn_tile(const Rows& rows, int64_t dim, uint8_t* out, Ahead& ahead) {
-  const __m512i flip = _mm512_set1_epi8(char(0x80));
-  for (int64_t block = 0; block < blocks_of(dim); ++block)
-    for (int64_t t0 = 0; t0 < kTile; t0 += 16) {
-      __m512i a[16], b[16];
-      for (int i = 0; i < 8; ++i) ahead.step();
-      KVQ_UNROLL for (int i = 0; i < 16; ++i)
-        a[i] = _mm512_xor_si512(_mm512_loadu_si512(rows.data + (t0 + i) * rows.stride + block * 64), flip);
-      KVQ_UNROLL for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+// Scales and minima of groups of channels, spread as the lanes of the sums: [flush][quad][lane][token]. A flush
+// is a block, or where groups are shorter than a lane a half of one: j < 2, then j >= 2.
+struct Spread {
+  float *scale = nullptr, *minimum = nullptr, *rows = nullptr;
+  int64_t halves = 1;
+  bool low = false;
+
+  static int64_t groups_of(const Side& s) { return s.scale_channels ? (s.dim + s.scale_channels - 1) / s.scale_channels : 1; }
+  static int64_t size(const Side& s, const Codes& c) {  // floats
+    return c.blocks * 2 * kRun * 4 * 2 + (kRun + kPack) * groups_of(s) + 64;
+  }
+  void place(const Side& s, const Codes& c, float* memory) {
+    scale = memory, minimum = scale + c.blocks * 2 * kRun * 4, rows = minimum + c.blocks * 2 * kRun * 4;
+    halves = s.scale_channels % (16 * c.planes) ? 2 : 1, low = s.minimum.dtype != NONE;
+  }
+  float* scale_at(int64_t flush) const { return scale + flush * kRun * 4; }
+  float* minimum_at(int64_t flush) const { return minimum + flush * kRun * 4; }
+
+  void put(const Side& s, const Codes& c, const float* from, int64_t groups, int64_t n, float* out) const {
+    const int64_t channels = s.scale_channels ? s.scale_channels : s.dim;
+    const int64_t packs = (n + kPack - 1) / kPack;
+    for (int64_t block = 0; block < c.blocks; ++block)
+      for (int64_t half = 0; half < halves; ++half) {
+        alignas(64) int32_t index[16];
+        for (int64_t i = 0; i < 16; ++i) {
+          const int64_t g = std::min(groups - 1, c.planes * (64 * block + 16 * (i / 4) + 8 * half) / channels);
+          index[i] = int32_t(i % 4 * groups + g);
+        }
+        const __m512i which = _mm512_load_si512(index);
+        for (int64_t t = 0; t < packs * kPack; t += kQuad, out += 16) {
+          const float* row = from + t * groups;
+          if (groups <= 4) store(out, _mm512_permutexvar_ps(which, load(row)));
+          else if (groups <= 8) store(out, _mm512_permutex2var_ps(load(row), which, load(row + 16)));
+          else store(out, _mm512_i32gather_ps(which, row, 4));
+        }
+        out += (kPacks - packs) * kPack * 4;
       }
-      KVQ_UNROLL for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-      }
-      KVQ_UNROLL for (int j = 0; j < 4; ++j) {
-        const __m512i p = _mm512_shuffle_i32x4(a[j], a[j + 4], 0x44), q = _mm512_shuffle_i32x4(a[j + 8], a[j + 12], 0x44);
-        const __m512i u = _mm512_shuffle_i32x4(a[j], a[j + 4], 0xee), v = _mm512_shuffle_i32x4(a[j + 8], a[j + 12], 0xee);
-        b[j] = _mm512_shuffle_i32x4(p, q, 0x88), b[j + 4] = _mm512_shuffle_i32x4(p, q, 0xdd);
-        b[j + 8] = _mm512_shuffle_i32x4(u, v, 0x88), b[j + 12] = _mm512_shuffle_i32x4(u, v, 0xdd);
-      }
-      KVQ_UNROLL for (int i = 0; i < 16; ++i)
-        _mm512_store_si512(out + ((block * 16 + i) * kTile + t0) * 4, b[i]);
+  }
+  // False where a scale is no positive number, which products with weights cannot take.
+  bool fill(const Side& s, const Codes& c, int64_t b, int64_t h, int64_t t0, int64_t n) {
+    const int64_t groups = groups_of(s);
+    const auto gather = [&](const Plane& p, float factor, float* out) {
+      each_run(s, b, t0, n, [&](const Run& run, int64_t i) {
+        load_parameters(p, run.row, h, run.slot, run.count, groups, factor, rows + i * groups);
+      });
+      std::fill(rows + n * groups, rows + (n + kPack) * groups + W, 0.0f);  // read, and of no consequence
+      put(s, c, rows, groups, n, out);
+    };
+    gather(s.scale, outer_scale(s) * c.factor, scale);
+    vf worst{};
+    for (int64_t i = 0; i < n * groups; i += W) {
+      const vf x = load(rows + i);
+      worst = max(worst, x >= 0.0f && x < kInf ? vf{} : set1(1.0f));
     }
-}
+    const bool good = reduce_max(worst) == 0.0f;
+    if (low) gather(s.minimum, 1.0f, minimum);
+    return good;
+  }
+};
 
 inline __m512i spread4(const void* p) {
   int32_t word;
@@ -112,142 +208,12 @@ inline __m512 joined(const __m512i* digits) {
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(digits[2]), _mm512_set1_ps(65536.0f), x);
 }
 
-// s[r][t] = unit[r] * sum_d q[r][d] k[t][d] * scale[t] over a turned tile.
-template <int R>
-KVQ_KERNEL void integer_scores(const uint8_t* turned, const int8_t* q, int64_t ldq, const Digits* digits, int64_t dim,
-                               const float* scale, float* s, Ahead& ahead) {
-  const int64_t stride = blocks_of(dim) * 64;
-  const int64_t steps = (dim + 3) / 4;
-  for (int64_t t0 = 0; t0 < kTile; t0 += 32) {
-    __m512i sum[2][R][kDigits];
-    KVQ_UNROLL for (int r = 0; r < R; ++r)
-      KVQ_UNROLL for (int i = 0; i < kDigits; ++i)
-        sum[0][r][i] = sum[1][r][i] = _mm512_set1_epi32(-128 * digits[r].sum[i]);
-    const uint8_t* k = turned + t0 * 4;
-    for (int64_t d = 0; d < steps; ++d, k += kTile * 4) {
-      const __m512i k0 = _mm512_load_si512(k), k1 = _mm512_load_si512(k + 64);
-      ahead.step();
-      KVQ_UNROLL for (int r = 0; r < R; ++r)
-        KVQ_UNROLL for (int i = 0; i < kDigits; ++i) {
-          const __m512i x = spread4(q + r * ldq + i * stride + d * 4);
-          add_products(sum[0][r][i], k0, x);
-          add_products(sum[1][r][i], k1, x);
-        }
-    }
-    KVQ_UNROLL for (int r = 0; r < R; ++r)
-      KVQ_UNROLL for (int half = 0; half < 2; ++half) {
-        const int64_t t = t0 + 16 * half;
-        store(s + r * kTile + t, joined(sum[half][r]) * digits[r].unit * load(scale + t));
-      }
-  }
-}
-
-inline void integer_scores(int64_t rows, const uint8_t* turned, const int8_t* q, int64_t ldq, const Digits* digits,
-                           int64_t dim, const float* scale, float* s, Ahead& ahead) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) integer_scores<4>(turned, q + r * ldq, ldq, digits + r, dim, scale, s + r * kTile, ahead);
-  switch (rows - r) {
-    case 3: integer_scores<3>(turned, q + r * ldq, ldq, digits + r, dim, scale, s + r * kTile, ahead); break;
-    case 2: integer_scores<2>(turned, q + r * ldq, ldq, digits + r, dim, scale, s + r * kTile, ahead); break;
-    case 1: integer_scores<1>(turned, q + r * ldq, ldq, digits + r, dim, scale, s + r * kTile, ahead); break;
-  }
-}
-
-// Four tokens of a channel side by side: out[block][token / 4][4 vectors], channels of a block in the order of unpacking.
-KVQ_KERNEL inline void braid_tile(const Rows& rows, int64_t dim, uint8_t* out, Ahead& ahead) {
-  for (int64_t block = 0; block < blocks_of(dim); ++block)
-    for (int64_t t = 0; t < kTile; t += 4, out += 256) {
-      const uint8_t* p = rows.data + t * rows.stride + block * 64;
-      ahead.step();
-      ahead.step();
-      const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + rows.stride);
-      const __m512i c = _mm512_loadu_si512(p + 2 * rows.stride), d = _mm512_loadu_si512(p + 3 * rows.stride);
-      const __m512i ab = _mm512_unpacklo_epi8(a, b), AB = _mm512_unpackhi_epi8(a, b);
-      const __m512i cd = _mm512_unpacklo_epi8(c, d), CD = _mm512_unpackhi_epi8(c, d);
-      _mm512_store_si512(out, _mm512_unpacklo_epi16(ab, cd));
-      _mm512_store_si512(out + 64, _mm512_unpackhi_epi16(ab, cd));
-      _mm512_store_si512(out + 128, _mm512_unpacklo_epi16(AB, CD));
-      _mm512_store_si512(out + 192, _mm512_unpackhi_epi16(AB, CD));
-    }
-}
-
-// Weights of a row as 24-bit integers times the result: out[token / 4][digit or nothing][4 tokens].
-// A coarse row is rounded to its two upper digits.
-inline float weight_digits(const float* p, bool coarse, uint8_t* out) {
-  vf top = load(p);
-  for (int64_t t = W; t < kTile; t += W) top = max(top, load(p + t));
-  const float most = reduce_max(top);
-  constexpr float kTop = 16777000.0f;  // below 2^24 after rounding
-  const __m512 scale = _mm512_set1_ps(most > 1e-30f ? kTop / most : 0.0f);
-  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  for (int64_t t = 0; t < kTile; t += W) {
-    __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(load(p + t), scale));
-    if (coarse) q = _mm512_min_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), _mm512_set1_epi32(0xffffff));
-    _mm512_store_si512(out + t * 4, _mm512_shuffle_epi8(q, order));
-  }
-  return most > 1e-30f ? most / kTop : 0.0f;
-}
-
-// acc[r][d] += unit[r] * sum_t p[r][t] v[t][d] over a braided tile.
-template <int R, int FIRST>
-KVQ_KERNEL void integer_values(const uint8_t* braided, const uint8_t* p, const float* unit, int64_t dim, float* acc,
-                               int64_t ld, Ahead& ahead) {
-  for (int64_t block = 0; block < blocks_of(dim); ++block, braided += kTile * 64) {
-    alignas(64) float part[R][4][16];
-    for (int64_t half = 0; half < 4; half += 2) {
-      __m512i sum[2][R][kDigits];
-      KVQ_UNROLL for (int r = 0; r < R; ++r)
-        KVQ_UNROLL for (int i = 0; i < kDigits; ++i) sum[0][r][i] = sum[1][r][i] = _mm512_setzero_si512();
-      const uint8_t *v = braided + half * 64, *weights = p;
-      for (int64_t t = 0; t < kTile / 4; ++t, v += 256, weights += 16) {
-        const __m512i v0 = _mm512_load_si512(v), v1 = _mm512_load_si512(v + 64);
-        ahead.step();
-        KVQ_UNROLL for (int r = 0; r < R; ++r)
-          KVQ_UNROLL for (int i = FIRST; i < kDigits; ++i) {
-            const __m512i x = spread4(weights + r * kTile * 4 + i * 4);
-            add_products(sum[0][r][i], x, v0);
-            add_products(sum[1][r][i], x, v1);
-          }
-      }
-      KVQ_UNROLL for (int r = 0; r < R; ++r)
-        KVQ_UNROLL for (int j = 0; j < 2; ++j) store(part[r][half + j], joined(sum[j][r]));
-    }
-    KVQ_UNROLL for (int r = 0; r < R; ++r) {
-      // Lane l of vector j holds channels 16 l + 4 j.
-      const __m512 x0 = load(part[r][0]), x1 = load(part[r][1]), x2 = load(part[r][2]), x3 = load(part[r][3]);
-      const __m512 y0 = _mm512_shuffle_f32x4(x0, x1, 0x44), y1 = _mm512_shuffle_f32x4(x2, x3, 0x44);
-      const __m512 y2 = _mm512_shuffle_f32x4(x0, x1, 0xee), y3 = _mm512_shuffle_f32x4(x2, x3, 0xee);
-      const __m512 z[4] = {_mm512_shuffle_f32x4(y0, y1, 0x88), _mm512_shuffle_f32x4(y0, y1, 0xdd),
-                           _mm512_shuffle_f32x4(y2, y3, 0x88), _mm512_shuffle_f32x4(y2, y3, 0xdd)};
-      float* out = acc + r * ld + block * 64;
-      const vf u = set1(unit[r]);
-      KVQ_UNROLL for (int j = 0; j < 4; ++j)
-        if (block * 64 + j * W < ld) store(out + j * W, fma(z[j], u, load(out + j * W)));
-    }
-  }
-}
-
-inline void integer_values(int64_t rows, const uint8_t* braided, const float* s, uint8_t* digits, int64_t dim,
-                           float* acc, int64_t ld, bool coarse, Ahead& ahead) {
-  float unit[4];
-  for (int64_t r = 0; r < rows; r += 4) {
-    const int64_t now = std::min<int64_t>(4, rows - r);
-    for (int64_t i = 0; i < now; ++i) unit[i] = weight_digits(s + (r + i) * kTile, coarse, digits + i * kTile * 4);
-    switch (now) {
-      case 4: if (coarse) integer_values<4, 1>(braided, digits, unit, dim, acc + r * ld, ld, ahead);
-        else integer_values<4, 0>(braided, digits, unit, dim, acc + r * ld, ld, ahead);
-        break;
-      case 3: if (coarse) integer_values<3, 1>(braided, digits, unit, dim, acc + r * ld, ld, ahead);
-        else integer_values<3, 0>(braided, digits, unit, dim, acc + r * ld, ld, ahead);
-        break;
-      case 2: if (coarse) integer_values<2, 1>(braided, digits, unit, dim, acc + r * ld, ld, ahead);
-        else integer_values<2, 0>(braided, digits, unit, dim, acc + r * ld, ld, ahead);
-        break;
-      default: if (coarse) integer_values<1, 1>(braided, digits, unit, dim, acc + r * ld, ld, ahead);
-        else integer_values<1, 0>(braided, digits, unit, dim, acc + r * ld, ld, ahead);
-        break;
-    }
-  }
+// Calls `use` with PLANE from 0 on, as a constant.
+template <int N, class Use>
+inline __attribute__((always_inline)) void each_plane(const Use& use) {
+  if constexpr (N >= 1) use(std::integral_constant<int, 0>{});
+  if constexpr (N >= 2) use(std::integral_constant<int, 1>{});
+  if constexpr (N >= 4) use(std::integral_constant<int, 2>{}), use(std::integral_constant<int, 3>{});
 }
 
 }  // namespace kvq

@@ -148,7 +148,7 @@ void calibrate(const Side& s, int64_t threads, const Visit& visit) {
       const float scale = high > low ? std::max(high - low, kSmallest) / top : 0.0f;
       const float zero = scale != 0.0f ? std::nearbyint(-low / scale) : 0.0f;
       store_number(to, F32, scale);
-      store_number(at(s.zero_point, 0, h, 0), F32, std::min(std::max(zero, 0.0f), top));
+      store_number(at(s.zero_point, 0, h, 0), F32, std::min(std::max(zero, 0.0f), top) + 0.0f);
     }
   }
 }

@@ -38,12 +38,18 @@ inline void store(float* p, vf x) { *reinterpret_cast<vf_memory*>(p) = x; }
 inline vf set1(float x) { return x - vf{}; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 
-// Fetches memory into the cache, a line a step, while something else is computed.
+// Fetches two pieces of memory into the cache, the first before the second, some lines at a time while something else is computed. A core
+// waits for a limited number of lines at once, so steps are spread evenly over the work: `keys`, `softmax` and `values` are the lines
+// of a step of each.
 struct Ahead {
-  const char *next, *end;
-  void step() {
-    __builtin_prefetch(next, 0, 2);
-    next += next < end ? 64 : 0;
+  const char *next, *end, *later, *later_end;
+  int keys = 0, softmax = 0, values = 0;
+  void lines(int count) {
+    for (int i = 0; i < count; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+    if (next >= end) next = later, end = later_end, later = later_end;
+  }
+  void step(int count) {
+    if (next < end) lines(count);
   }
 };
 

@@ -1,4 +1,4 @@
-// The operators kvq::quantize, dequantize, append_ and attention for processes without Python, such as one that loads an
+// The operators kvq::quantize, dequantize, append_, attention and the paged forms of the last two for processes without Python, such as one that loads an
 // AOTInductor package. What a format's name means is in a table that kvq_ops/cpu/package.py writes.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -150,18 +150,26 @@ void check_values(const Tensor& x, const char* what) {
               "kvq: ", what, " must be four-dimensional float32, float16 or bfloat16, got ", x.scalar_type(), " ", x.sizes());
 }
 
+// Shapes of x and of what must be the same for pages.
+void check_append(const Known& f, const Shape& s, TensorList store, const Tensor& x, int64_t batch, const char* op) {
+  check_values(x, "x");
+  TORCH_CHECK(x.size(0) == batch && x.size(1) == s.heads && x.size(3) == s.dim, op, " of x ", x.sizes(), " into a cache [",
+              s.batch, ", ", s.heads, ", ", s.tokens, ", ", s.dim, "]");
+  for (int64_t i = 0; i < f.count; ++i)
+    TORCH_CHECK(f.planes[i].dtype || store[i].scalar_type() == x.scalar_type(), op, " of ", x.scalar_type(),
+                " into a cache that keeps exact ", store[i].scalar_type());
+  TORCH_CHECK(!f.calibrated || store[f.marker].ne(0).any().item<bool>(), op, " in format ", f.name, ": the store was not calibrated");
+}
+
 void append_(TensorList store, const Tensor& position, const Tensor& x, c10::string_view format) {
   const Known& f = known(format);
   const Shape s = shape_of(f, store);
-  check_values(x, "x");
-  TORCH_CHECK(x.size(0) == s.batch && x.size(1) == s.heads && x.size(3) == s.dim, "kvq::append_ of x ", x.sizes(),
-              " into a cache [", s.batch, ", ", s.heads, ", ", s.tokens, ", ", s.dim, "]");
+  check_append(f, s, store, x, s.batch, "kvq::append_");
   const int64_t count = x.size(2);
   TORCH_CHECK((position.scalar_type() == at::kLong || position.scalar_type() == at::kInt) &&
                   (position.sizes() == at::IntArrayRef({count}) || position.sizes() == at::IntArrayRef({s.batch, count})),
               "kvq::append_ position must be integers [N] or [B, N], got ", position.sizes());
   if (x.numel() == 0) return;
-  const bool rows = position.dim() == 2;
   const Tensor wide = position.to(at::kLong).expand({s.batch, count}).contiguous();
   const int64_t* at = wide.data_ptr<int64_t>();
   const Tensor& length = store[f.count - 1];
@@ -174,14 +182,8 @@ void append_(TensorList store, const Tensor& position, const Tensor& x, c10::str
                   ": positions must follow each other and what is held");
     }
   }
-  for (int64_t i = 0; i < f.count; ++i)
-    TORCH_CHECK(f.planes[i].dtype || store[i].scalar_type() == x.scalar_type(), "kvq::append_ of ", x.scalar_type(),
-                " into a cache that keeps exact ", store[i].scalar_type());
-  TORCH_CHECK(!f.calibrated || store[f.marker].ne(0).any().item<bool>(), "kvq::append_ in format ", f.name,
-              ": the store was not calibrated");
   const kvq::AppendArgs args{side_of(f, store), plane_of(x, "BHTD"), plane_of(wide, "BT"), count, at::get_num_threads()};
   TORCH_CHECK(kvq_append(&args) == 0, "kvq::append_: not enough memory");
-  (void)rows;
 }
 
 std::vector<Tensor> quantize(const Tensor& x, c10::string_view format) {
@@ -212,25 +214,19 @@ Tensor dequantize(TensorList store, c10::string_view format, at::ScalarType dtyp
   return out;
 }
 
-Tensor attention(const Tensor& query, TensorList key_store, TensorList value_store, c10::string_view key_format,
-                 c10::string_view value_format, const std::optional<Tensor>& mask, bool causal,
-                 std::optional<double> scale, int64_t window, double softcap, const std::optional<Tensor>& sinks,
-                 bool use_length) {
-  const Known &kf = known(key_format), &vf = known(value_format);
-  check_values(query, "query");
-  const Shape k = shape_of(kf, key_store), v = shape_of(vf, value_store);
-  const int64_t heads = query.size(1), queries = query.size(2);
-  TORCH_CHECK(k.batch == v.batch && k.heads == v.heads && k.tokens == v.tokens && query.size(0) == k.batch &&
-                  query.size(3) == k.dim && (k.heads ? heads % k.heads : heads) == 0 && window >= 0 && softcap >= 0,
+// What attention does once the sides are known; `args` has them.
+Tensor attend(kvq::AttentionArgs args, const Tensor& query, int64_t value_dim, const std::optional<Tensor>& mask, bool causal,
+              std::optional<double> scale, int64_t window, double softcap, const std::optional<Tensor>& sinks, bool use_length) {
+  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), tokens = args.key.tokens;
+  TORCH_CHECK(batch == args.key.batch && query.size(3) == args.key.dim && window >= 0 && softcap >= 0 &&
+                  (args.key.heads ? heads % args.key.heads : heads) == 0,
               "kvq::attention of query ", query.sizes(), " over stores that do not fit it");
-  Tensor out = at::zeros({k.batch, heads, queries, v.dim}, query.options());
-  if (out.numel() == 0 || k.tokens == 0) return out;
-  kvq::AttentionArgs args{};
-  args.key = side_of(kf, key_store), args.value = side_of(vf, value_store);
+  Tensor out = at::zeros({batch, heads, queries, value_dim}, query.options());
+  if (out.numel() == 0 || tokens == 0) return out;
   args.query = plane_of(query, "BHTD");
   Tensor open;  // the mask as it is, over all axes
   if (mask) {
-    open = mask->expand({k.batch, heads, queries, k.tokens});
+    open = mask->expand({batch, heads, queries, tokens});
     TORCH_CHECK(open.scalar_type() == at::kBool || open.is_floating_point(), "kvq::attention: the mask is ", open.scalar_type());
     args.mask = plane_of(open, "BHTD");
   }
@@ -241,9 +237,84 @@ Tensor attention(const Tensor& query, TensorList key_store, TensorList value_sto
   args.out = static_cast<char*>(out.data_ptr());
   args.query_heads = heads, args.queries = queries, args.causal = causal, args.window = window;
   args.use_length = use_length, args.threads = at::get_num_threads();
-  args.scale = scale ? *scale : 1.0 / std::sqrt(double(k.dim)), args.softcap = softcap;
+  args.scale = scale ? *scale : 1.0 / std::sqrt(double(args.key.dim)), args.softcap = softcap;
   TORCH_CHECK(kvq_attention(&args) == 0, "kvq::attention: not enough memory");
   return out;
+}
+
+Tensor attention(const Tensor& query, TensorList key_store, TensorList value_store, c10::string_view key_format,
+                 c10::string_view value_format, const std::optional<Tensor>& mask, bool causal,
+                 std::optional<double> scale, int64_t window, double softcap, const std::optional<Tensor>& sinks,
+                 bool use_length) {
+  const Known &kf = known(key_format), &vf = known(value_format);
+  check_values(query, "query");
+  const Shape k = shape_of(kf, key_store), v = shape_of(vf, value_store);
+  TORCH_CHECK(k.batch == v.batch && k.heads == v.heads && k.tokens == v.tokens, "kvq::attention over keys and values that differ");
+  kvq::AttentionArgs args{};
+  args.key = side_of(kf, key_store), args.value = side_of(vf, value_store);
+  return attend(args, query, v.dim, mask, causal, scale, window, softcap, sinks, use_length);
+}
+
+// Pages of a pool as the sequences of a table; `length`, where there is one, is theirs.
+kvq::Side pages_of(const Known& f, TensorList pages, const Tensor& table, const Tensor* length) {
+  TORCH_CHECK(!f.windowed && f.numbers[3] == 1, "kvq: format ", f.name, " does not fit pages: its tokens wait, or share scales");
+  kvq::Side side = side_of(f, pages);
+  side.table_of_pages = plane_of(table, "BT"), side.page_tokens = side.tokens;
+  side.batch = table.size(0), side.tokens = table.size(1) * side.page_tokens;
+  if (length) side.length = plane_of(*length, "B");
+  return side;
+}
+
+// The table as int64, every entry a page of `pages` or below zero.
+Tensor checked_table(const Tensor& table, int64_t pages, int64_t batch) {
+  TORCH_CHECK(table.dim() == 2 && table.size(0) == batch && (table.scalar_type() == at::kLong || table.scalar_type() == at::kInt),
+              "kvq: block_table must be integers [", batch, ", N], got ", table.scalar_type(), " ", table.sizes());
+  const Tensor wide = table.to(at::kLong).contiguous();
+  for (int64_t i = 0; i < wide.numel(); ++i)
+    TORCH_CHECK(wide.data_ptr<int64_t>()[i] < pages, "kvq: block_table names page ", wide.data_ptr<int64_t>()[i], " of ", pages);
+  return wide;
+}
+
+void paged_append_(TensorList pages, const Tensor& block_table, const Tensor& position, const Tensor& x, c10::string_view format) {
+  const Known& f = known(format);
+  const Shape s = shape_of(f, pages);
+  check_append(f, s, pages, x, x.dim() ? x.size(0) : 0, "kvq::paged_append_");
+  const int64_t batch = x.size(0), count = x.size(2);
+  TORCH_CHECK((position.scalar_type() == at::kLong || position.scalar_type() == at::kInt) &&
+                  position.sizes() == at::IntArrayRef({batch, count}),
+              "kvq::paged_append_ position must be integers [", batch, ", ", count, "], got ", position.sizes());
+  const Tensor table = checked_table(block_table, s.batch, batch), wide = position.to(at::kLong).contiguous();
+  if (x.numel() == 0) return;
+  for (int64_t i = 0; i < wide.numel(); ++i) {
+    const int64_t p = wide.data_ptr<int64_t>()[i];
+    TORCH_CHECK(p < table.size(1) * s.tokens && (p < 0 || table.data_ptr<int64_t>()[i / count * table.size(1) + p / s.tokens] >= 0),
+                "kvq::paged_append_ at ", p, ": the sequence has no page there");
+  }
+  const kvq::AppendArgs args{pages_of(f, pages, table, nullptr), plane_of(x, "BHTD"), plane_of(wide, "BT"), count,
+                             at::get_num_threads()};
+  TORCH_CHECK(kvq_append(&args) == 0, "kvq::paged_append_: not enough memory");
+}
+
+Tensor paged_attention(const Tensor& query, TensorList key_pages, TensorList value_pages, const Tensor& block_table,
+                       const Tensor& length, c10::string_view key_format, c10::string_view value_format,
+                       const std::optional<Tensor>& mask, bool causal, std::optional<double> scale, int64_t window, double softcap,
+                       const std::optional<Tensor>& sinks) {
+  const Known &kf = known(key_format), &vf = known(value_format);
+  check_values(query, "query");
+  const Shape k = shape_of(kf, key_pages), v = shape_of(vf, value_pages);
+  TORCH_CHECK(k.batch == v.batch && k.heads == v.heads && k.tokens == v.tokens, "kvq::paged_attention over keys and values that differ");
+  const int64_t batch = query.size(0);
+  const Tensor table = checked_table(block_table, k.batch, batch), lengths = length.to(at::kLong).contiguous();
+  TORCH_CHECK(lengths.sizes() == at::IntArrayRef({batch}), "kvq::paged_attention length must be [", batch, "], got ", length.sizes());
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t n = lengths.data_ptr<int64_t>()[b];
+    TORCH_CHECK(n >= 0 && n <= table.size(1) * k.tokens, "kvq::paged_attention length ", n, " of ", table.size(1), " pages");
+    for (int64_t i = 0; i * k.tokens < n; ++i)
+      TORCH_CHECK(table.data_ptr<int64_t>()[b * table.size(1) + i] >= 0, "kvq::paged_attention: no page for tokens that count");
+  }
+  kvq::AttentionArgs args{};
+  args.key = pages_of(kf, key_pages, table, &lengths), args.value = pages_of(vf, value_pages, table, &lengths);
+  return attend(args, query, v.dim, mask, causal, scale, window, softcap, sinks, true);
 }
 
 }  // namespace
@@ -258,6 +329,11 @@ TORCH_LIBRARY_FRAGMENT(kvq, m) {
       "attention(Tensor query, Tensor[] key_store, Tensor[] value_store, str key_format, str value_format, *, "
       "Tensor? mask=None, bool causal=False, float? scale=None, int window=0, float softcap=0.0, "
       "Tensor? sinks=None, bool use_length=True) -> Tensor");
+  m.def("paged_append_(Tensor(a!)[] pages, Tensor block_table, Tensor position, Tensor x, str format) -> ()");
+  m.def(
+      "paged_attention(Tensor query, Tensor[] key_pages, Tensor[] value_pages, Tensor block_table, Tensor length, "
+      "str key_format, str value_format, *, Tensor? mask=None, bool causal=False, float? scale=None, int window=0, "
+      "float softcap=0.0, Tensor? sinks=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(kvq, CPU, m) {
@@ -265,4 +341,6 @@ TORCH_LIBRARY_IMPL(kvq, CPU, m) {
   m.impl("dequantize", dequantize);
   m.impl("append_", append_);
   m.impl("attention", attention);
+  m.impl("paged_append_", paged_append_);
+  m.impl("paged_attention", paged_attention);
 }
