@@ -20,7 +20,7 @@ import kvq_ops
 from kvq_lab import bench_attention, bench_cache
 from kvq_lab.bench_attention import Inputs, Shape
 from kvq_lab.bench_bandwidth import Bandwidth
-from kvq_lab.bench_parts import CONTEXTS, LENGTHS, MODEL_DTYPES, MODEL_FORMATS, PARTS
+from kvq_lab.bench_parts import CONTEXTS, LENGTHS, LLAMA_CACHES, MODEL_DTYPES, MODEL_FORMATS, PARTS
 from kvq_lab.bench_rows import SCHEMA, Row, bench_environment, with_bandwidth
 from kvq_lab.bench_timing import Clock, Contender, time_contenders
 from kvq_lab.progress import Stages
@@ -47,6 +47,7 @@ class Settings:
         contexts: tokens in the cache of the model.
         model_formats, model_dtypes: of the model's quantized caches, and of the model.
         llama_bench: llama.cpp's benchmark program, if there is one.
+        llama_caches: llama.cpp's types of caches; each reads its tokens anew, which takes minutes at long contexts.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -63,6 +64,7 @@ class Settings:
     model_formats: tuple[str, ...] = MODEL_FORMATS
     model_dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in MODEL_DTYPES)
     llama_bench: Path | None = None
+    llama_caches: tuple[str, ...] = LLAMA_CACHES
 
     @property
     def pairs(self) -> list[KVFormat]:

@@ -154,7 +154,7 @@ def serving(
     """Every implementation of an operator that serves these formats on this CPU, the preferred first.
 
     Args:
-        notes: takes up why one does not.
+        notes: takes up why one does not, other than being made for another device.
     """
     request = Request(op, "cpu", formats, (head_dim,) * len(formats), dtype)
     found: list[Serving] = []
@@ -162,7 +162,7 @@ def serving(
         reason = row.refuses(request)
         if reason is None:
             found.append(Serving(row, not found))
-        elif notes is not None:
+        elif notes is not None and not reason.startswith("tensors on"):
             notes.add(f"{row.name} does not serve {', '.join(dict.fromkeys(map(str, formats)))}: {reason}")
     return found
 

@@ -51,7 +51,7 @@ def _output(text: str) -> Path:
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add ``bench`` to the subcommands of ``kvq``; its ``run`` is :func:`run`."""
-    from kvq_lab.bench_parts import CONTEXTS, LENGTHS, MODEL_DTYPES, MODEL_FORMATS, PARTS
+    from kvq_lab.bench_parts import CONTEXTS, LENGTHS, LLAMA_CACHES, MODEL_DTYPES, MODEL_FORMATS, PARTS
 
     def listed(values: tuple[Any, ...]) -> str:
         return ",".join(map(str, values))
@@ -103,6 +103,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="in the cache of prefill, append and linearity (default: %(default)s)",
     )
     add("--prefill", type=_count, default=2048, metavar="N", help="new tokens (default: %(default)s)")
+    add(
+        "--profile",
+        action="store_true",
+        help="instead: cycles of every stage of the C++ kernels' decode attention, for --formats at --tokens",
+    )
     add("--threads", type=_count, metavar="N", help="default: as PyTorch chooses")
     add("--rounds", type=_count, default=21, metavar="N", help="default: %(default)s")
     add(
@@ -136,6 +141,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--llama-bench",
         metavar="PATH",
         help="llama.cpp's llama-bench, to compare decoding with ($LLAMA_BENCH)",
+    )
+    add(
+        "--llama-caches",
+        type=_several(_choice(LLAMA_CACHES), "a type of llama.cpp's caches"),
+        default=LLAMA_CACHES,
+        metavar="A,B",
+        help=f"types of llama.cpp's caches; each reads the whole context anew (default: {listed(LLAMA_CACHES)})",
     )
     add("--csv", type=_output, metavar="FILE", help="add the rows to this file, environment in each")
     add("--new", action="store_true", help="begin the CSV file anew")
@@ -185,12 +197,21 @@ def run(arguments: argparse.Namespace) -> None:
         model_formats=model_formats,
         model_dtypes=tuple(getattr(torch, name) for name in arguments.model_dtypes),
         llama_bench=bench_llama.find(arguments.llama_bench),
+        llama_caches=arguments.llama_caches,
     )
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     if arguments.csv is not None and not arguments.new:
         check_csv(arguments.csv, csv_columns(bench_environment(), ""))
     settings.check()
+    if arguments.profile:
+        from kvq_lab import bench_profile
+
+        pairs = (
+            settings.pairs if formats else [kvq_ops.parse_kv_format(name) for name in bench_profile.FORMATS]
+        )
+        print(bench_profile.show(bench_profile.profiles(pairs, shape, arguments.tokens), shape))
+        return
 
     result = bench.measure(settings, Stages())
     console = Console()

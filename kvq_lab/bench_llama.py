@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from kvq_lab import assets
+from kvq_lab.bench_parts import LLAMA_CACHES
 from kvq_lab.bench_rows import Row
 
 VARIABLE = "LLAMA_BENCH"
-CACHES = ("f16", "q8_0", "q4_0")
 GENERATED = 16
 REPETITIONS = 2
 HOW = (
@@ -161,6 +161,7 @@ class Runs:
     context: int
     dtypes: Sequence[torch.dtype]
     notes: set[str]
+    caches: Sequence[str] = LLAMA_CACHES
     samples: dict[tuple[torch.dtype, str], list[float]] = dataclasses.field(default_factory=dict)
     errors: dict[tuple[torch.dtype, str], str] = dataclasses.field(default_factory=dict)
 
@@ -169,7 +170,7 @@ class Runs:
             self.notes.add(HOW)
             return
         for dtype in self.dtypes:
-            for cache in CACHES:
+            for cache in self.caches:
                 try:
                     weights = dense_gguf(dtype)
                     found, build = run(self.program, weights, cache, self.context, torch.get_num_threads())
@@ -184,7 +185,7 @@ class Runs:
             return []
         found = []
         for dtype in self.dtypes:
-            for cache in CACHES:
+            for cache in self.caches:
                 kind = str(dtype).removeprefix("torch.")
                 row = Row(
                     "model",

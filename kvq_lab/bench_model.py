@@ -284,7 +284,9 @@ class _AtContext:
         exact = self.models[torch.float32]
         cache = _filled(Cached("", _dynamic, None), exact, self.written, context, self.room)
         truth = _step(exact, cache_argument(exact), cache, token)
-        llama = bench_llama.Runs(settings.llama_bench, context, settings.model_dtypes, self.notes)
+        llama = bench_llama.Runs(
+            settings.llama_bench, context, settings.model_dtypes, self.notes, settings.llama_caches
+        )
         with self.stages.stage(f"Decode after {context} tokens: preparing", len(wanted)) as advance:
             contenders = []
             for dtype, cached in wanted:
