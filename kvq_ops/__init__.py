@@ -7,7 +7,9 @@ out = kvq_ops.attention(query, store, values_store, "int8_per_token_head", "int8
 
 from __future__ import annotations
 
-from . import cpu, errors, formats
+import cutlass_kernels
+
+from . import cpu, errors, formats, triton_kernels
 from .config import checked
 from .formats import Format, KVFormat, get_format, parse_kv_format, register_format
 from .handle import QuantizedKV
@@ -18,6 +20,8 @@ from .registry import explain, use_implementation
 __version__ = "0.1.0"
 
 cpu.register_kernels()
+triton_kernels.register_kernels()
+cutlass_kernels.register_kernels()
 
 __all__ = [
     "Format",

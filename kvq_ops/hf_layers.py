@@ -53,8 +53,10 @@ class QuantizedLayer:
             setattr(self, name, handle)
         self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():
-            # CUDA graphs rely on the addresses of what is updated in place.
-            for tensor in (*self.keys.store, *self.values.store, self.cumulative_length):
+            # CUDA graphs rely on the addresses of what is updated in place. Graphs know the planes by their handle's mark.
+            handles = (self.keys, self.values)
+            planes = (*self.keys.store, *self.values.store)
+            for tensor in (*handles, *planes, self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 

@@ -29,6 +29,7 @@ from .errors import (
 )
 from .formats import Format, get_format
 from .registry import Implementation, Request, register, select
+from .triton_kernels.inline import inline
 
 __all__ = ["append_", "attention", "dequantize", "quantize"]
 
@@ -352,8 +353,6 @@ def _quantize(x: Tensor, format: str) -> list[Tensor]:
     _check_finite("quantize", x)
     request = Request("quantize", x.device.type, (fmt,), (x.shape[3],), x.dtype)
     store: list[Tensor] = select(request).run(x, fmt)
-    if fmt.lossless and store[0].data_ptr() == x.data_ptr():
-        store[0] = store[0].clone()
     return store
 
 
@@ -373,7 +372,7 @@ def _append_(store: Sequence[Tensor], position: Tensor, x: Tensor, format: str) 
     _check_gradient("append_", x, *store)
     _check_finite("append_", x)
     if position.device.type == "cpu" and position.numel():
-        low, high = (int(v) for v in position.aminmax())
+        low, high = (int(v) for v in position.aminmax()) if position.numel() > 1 else (int(position),) * 2
         if low < 0 or high >= tokens:
             raise CapacityError(
                 f"kvq::append_ of {x.shape[2]} token(s)",
@@ -453,6 +452,7 @@ for _name, _kernel in (
     ("attention", _attention),
 ):
     _lib.impl(_name, _kernel, "CompositeExplicitAutograd")
+    inline(_lib, _name, _kernel)
 
 
 # ------------------------------------------------------------------------------------------------------ fake kernels
@@ -510,6 +510,13 @@ def _(
 # -------------------------------------------------------------------------------------- the torch implementation
 
 
+def _quantize_torch(x: Tensor, fmt: Format) -> list[Tensor]:
+    store = reference.quantize(x, fmt)
+    if fmt.lossless and store[0].data_ptr() == x.data_ptr():
+        store[0] = store[0].clone()
+    return store
+
+
 def _dequantize_torch(store: Sequence[Tensor], fmt: Format, dtype: torch.dtype) -> Tensor:
     out = reference.decode_store(store, fmt)
     if not fmt.lossless:
@@ -522,7 +529,7 @@ def _dequantize_torch(store: Sequence[Tensor], fmt: Format, dtype: torch.dtype) 
 
 
 for _op, _run in (
-    ("quantize", reference.quantize),
+    ("quantize", _quantize_torch),
     ("dequantize", _dequantize_torch),
     ("append_", reference.append_),
     ("attention", reference.attention),

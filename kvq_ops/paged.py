@@ -34,6 +34,7 @@ from .ops import (
     _check_values,
 )
 from .registry import Implementation, Request, register, select
+from .triton_kernels.inline import inline
 
 __all__ = ["paged_append_", "paged_attention"]
 
@@ -301,8 +302,9 @@ def _attention(
     return out.contiguous()
 
 
-_lib.impl("paged_append_", _append, "CompositeExplicitAutograd")
-_lib.impl("paged_attention", _attention, "CompositeExplicitAutograd")
+for _name, _kernel in (("paged_append_", _append), ("paged_attention", _attention)):
+    _lib.impl(_name, _kernel, "CompositeExplicitAutograd")
+    inline(_lib, _name, _kernel)
 
 
 @torch.library.register_fake("kvq::paged_append_", lib=_lib)

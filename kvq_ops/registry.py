@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .errors import ImplementationError, near_names
-from .formats import Format
+from .formats import Format, get_format
 
 __all__ = ["Implementation", "Request", "explain", "register", "select", "use_implementation"]
 
 OPS = ("quantize", "dequantize", "append_", "attention", "paged_append_", "paged_attention")
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What an operator is about to do, as far as a choice may depend on it."""
 
     op: str
@@ -38,6 +37,8 @@ class Implementation:
         run: called with the operator's arguments, formats resolved to rows.
         refuses: the reason why a request cannot be served, or ``None``. It must be cheap.
         priority: the highest that does not refuse is chosen.
+        inlined: ``run`` consists of torch operators and Triton kernels only, so that a compiled graph on a GPU holds those
+            instead of the operator; see ``kvq_ops.triton_kernels.inline``.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Implementation:
     run: Callable[..., Any]
     refuses: Callable[[Request], str | None]
     priority: int = 0
+    inlined: bool = False
 
 
 _implementations: dict[str, list[Implementation]] = {op: [] for op in OPS}
@@ -71,7 +73,12 @@ def select(request: Request) -> Implementation:
     Raises:
         ImplementationError: when none can serve it, or when the one that was asked for by name cannot.
     """
-    if (chosen := _choices.get(request)) is not None:
+    try:
+        chosen = _choices.get(request)
+    except TypeError:  # a symbolic size, which has no hash; kernels are made for one head_dim
+        request = request._replace(head_dims=tuple(map(int, request.head_dims)))
+        chosen = _choices.get(request)
+    if chosen is not None:
         return chosen
     rows = _implementations[request.op]
     if _forced is not None:
@@ -115,14 +122,31 @@ def use_implementation(name: str) -> Iterator[None]:
 
 def explain(
     op: str,
-    *formats: Format,
-    device: str = "cpu",
+    *formats: Format | str,
+    device: str | torch.device = "cpu",
     head_dim: int = 128,
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """One line for each implementation of ``op``: chosen, or rejected and why."""
-    request = Request(op, device, formats, (head_dim,) * len(formats), dtype)
-    lines = [f"kvq::{op} on {device}, {', '.join(map(str, formats))}, head_dim {head_dim}, {dtype}"]
+    """One line for each implementation of ``op``: chosen, or rejected and why.
+
+    Args:
+        op: ``quantize``, ``dequantize``, ``append_``, ``attention``, ``paged_append_`` or ``paged_attention``.
+        formats: that of the store, or those of keys and of values.
+        device: need not exist here; what depends on the device itself (its compute capability) is then taken to fit.
+
+    Raises:
+        ImplementationError: when there is no such operator.
+    """
+    if op not in _implementations:
+        raise ImplementationError(
+            "kvq_ops.explain of an operator",
+            got=repr(op),
+            allowed=near_names(op, OPS),
+            do="name one of these",
+        )
+    rows = tuple(get_format(row) if isinstance(row, str) else row for row in formats)
+    request = Request(op, torch.device(device).type, rows, (head_dim,) * len(rows), dtype)
+    lines = [f"kvq::{op} on {device}, {', '.join(map(str, rows))}, head_dim {head_dim}, {dtype}"]
     taken = False
     for row in _implementations[op]:
         reason = row.refuses(request)

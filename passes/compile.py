@@ -100,6 +100,7 @@ def _compile(
             raise error
     check_implementations(lifted.graph_module)
 
+    _keep_sources(graph_module, lifted)
     compiled = _lower(lifted, mode, options)
     if not result.caches:
         return compiled
@@ -164,6 +165,30 @@ def _name_inputs(captured: GraphModule, names: Sequence[str]) -> None:
         node._rename(name.replace(".", "_").strip("_"))
         node.target = node.name
     captured.recompile()
+
+
+def _keep_sources(graph_module: GraphModule, lifted: Lifted) -> None:
+    """Hand on what Dynamo tells AOTAutograd about inputs: where each comes from, and that the graph is Dynamo's.
+
+    Without it AOTAutograd takes no input for one that stays in its place, and CUDA graphs, which may only update such inputs,
+    are given up (``mode="reduce-overhead"``).
+    """
+    from torch._dynamo.source import AttrSource
+
+    old = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    if "dynamo_compile_id" not in graph_module.meta or not all(hasattr(n, "_dynamo_source") for n in old):
+        return
+    new = iter([node for node in lifted.graph_module.graph.nodes if node.op == "placeholder"])
+    for node in old:
+        value, source = node.meta.get("example_value"), node._dynamo_source
+        if isinstance(value, QuantizedKV):
+            sources = [source and AttrSource(source, name) for name in value.__tensor_flatten__()[0]]
+        else:
+            sources = [source]
+        for one in sources:
+            next(new)._dynamo_source = one
+    lifted.graph_module.meta["dynamo_compile_id"] = graph_module.meta["dynamo_compile_id"]
+    lifted.graph_module._param_name_to_source = {}  # type: ignore[assignment]
 
 
 def _lower(lifted: Lifted, mode: str | None, options: _Options) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,18 +12,24 @@ from torch.fx import GraphModule, Node
 from kvq_ops.formats import get_format
 from kvq_ops.registry import Request, select
 
-__all__ = ["check_implementations"]
+__all__ = ["check_implementations", "requests"]
 
 kvq = torch.ops.kvq
 
 
 def check_implementations(graph_module: GraphModule) -> None:
     """Raise ``ImplementationError`` for an operator that no implementation, or not the one asked for by name, can serve."""
+    for request in requests(graph_module):
+        select(request)
+
+
+def requests(graph_module: GraphModule) -> Iterator[Request]:
+    """What the operators of a graph will ask of the registry, as far as that is known before they run."""
     for node in graph_module.graph.nodes:
         request = _request(node) if node.op == "call_function" else None
         # A symbolic head_dim is known when it runs.
         if request is not None and all(isinstance(dim, int) for dim in request.head_dims):
-            select(request)
+            yield request
 
 
 def _request(node: Node) -> Request | None:
@@ -33,9 +40,16 @@ def _request(node: Node) -> Request | None:
             return None
         formats = (get_format(str(key)), get_format(str(value)))
         return Request("attention", x.device.type, formats, (x.shape[-1], out.shape[-1]), x.dtype)
-    if node.target is kvq.append_.default:
-        x, name = _value(node.args[2]), node.args[3]
-        return x if x is None else _of_one("append_", x, name)
+    if node.target is kvq.paged_attention.default:
+        query, *_, key, value = node.args[:7]
+        x, out = _value(query), _value(node)
+        if x is None or out is None:
+            return None
+        formats = (get_format(str(key)), get_format(str(value)))
+        return Request("paged_attention", x.device.type, formats, (x.shape[-1], out.shape[-1]), x.dtype)
+    if node.target in (kvq.append_.default, kvq.paged_append_.default, kvq.quantize.default):
+        x, name = _value(node.args[-2]), node.args[-1]
+        return x if x is None else _of_one(node.target._opname, x, name)
     if node.target is kvq.dequantize.default:
         x, name = _value(node), node.args[1]
         return x if x is None else _of_one("dequantize", x, name)

@@ -424,3 +424,50 @@ def test_backend_needs_no_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "NothingRewrittenError", done.stderr[-3000:]
+
+
+# ------------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def static_inputs(monkeypatch: pytest.MonkeyPatch, call) -> set[int]:
+    """The inputs that Inductor was told to stay in their places."""
+    from torch._inductor import compile_fx
+
+    seen: list[set[int]] = []
+    original = compile_fx.compile_fx_inner
+
+    def spy(graph_module, example_inputs, **kwargs):
+        seen.append(set(kwargs["static_input_idxs"]))
+        return original(graph_module, example_inputs, **kwargs)
+
+    monkeypatch.setattr(compile_fx.compile_fx, "__defaults__", (spy, *compile_fx.compile_fx.__defaults__[1:]))
+    call()
+    (found,) = seen
+    return found
+
+
+def test_planes_in_buffers_stay_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs only update inputs whose addresses do not change: all but ids, position and mask."""
+    model = decoder()
+    static = static_inputs(monkeypatch, lambda: torch.compile(model, backend="kvq")(*one_call()))
+    planes = sum(len(handle.store) for handle in toys.handles(model))
+    assert planes == 6
+    assert len(static) == planes + len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_planes_of_a_handle_among_the_inputs(monkeypatch: pytest.MonkeyPatch, marked: bool) -> None:
+    """Nothing says where an input will be next time, unless its owner does."""
+    key, value = (QuantizedKV.empty((1, 2, 16, 32), FORMAT) for _ in range(2))
+    if marked:
+        torch._dynamo.mark_static_address(key)
+
+    def step(query, key, value, new, position):
+        key.index_copy_(2, position, new)
+        value.index_copy_(2, position, new)
+        return F.scaled_dot_product_attention(query, key, value)
+
+    new, query = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1, 32)
+    compiled = torch.compile(step, backend="kvq", fullgraph=True)
+    static = static_inputs(monkeypatch, lambda: compiled(query, key, value, new, torch.tensor([0])))
+    assert len(static) == (len(key.store) if marked else 0)
