@@ -8,6 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # xdist workers already use the cores; a compile pool for each would only fight over them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Triton decides at import whether kernels are interpreted. Whatever compiles them runs in a process without this.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

@@ -241,8 +241,9 @@ def test_F3_key_and_value_scales_apply_on_every_branch(
         assert (store[index] == scale).all()
     with registry.use_implementation(implementation):
         out = made.run()
-    made.check_tight(out)
+    beyond = made.beyond(implementation)
+    made.check_tight(out, beyond)
     swapped = [checks.copy(made.key_store), checks.copy(made.value_store)]
     swapped[0][index].fill_(2.0), swapped[1][index].fill_(0.5)
     with registry.use_implementation(implementation), pytest.raises(AssertionError):
-        made.check_tight(made.run(key_store=swapped[0], value_store=swapped[1]))
+        made.check_tight(made.run(key_store=swapped[0], value_store=swapped[1]), beyond)

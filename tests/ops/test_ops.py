@@ -59,7 +59,7 @@ def served(op: str, implementation: str, *names: str) -> None:
 
 
 def every_implementation(test: Callable[..., None]) -> Callable[..., None]:
-    pairs = [(op, row.name) for op in OPS for row in registry.implementations(op)]
+    pairs = [(op, name) for op in OPS for name in checks.implementations(op)]
     return pytest.mark.parametrize(("op", "implementation"), pairs)(test)
 
 

@@ -20,9 +20,9 @@ H, D, SIZE, LENGTHS = 2, 32, 4, (11, 3, 0)
 PAGES = 9
 TABLE = torch.tensor([[7, 2, 5], [0, -1, -1], [-1, -1, -1]])
 IMPLEMENTATIONS = [
-    row.name
-    for row in registry.implementations("paged_attention")
-    if row.name in {r.name for r in registry.implementations("paged_append_")}
+    name
+    for name in checks.implementations("paged_attention")
+    if name in checks.implementations("paged_append_")
 ]
 
 
