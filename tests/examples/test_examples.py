@@ -89,3 +89,22 @@ def test_author_a_format() -> None:
     said = run("author_a_format.py")
     assert "example: chosen" in said and "example: rejected: torch.float16: float32 only" in said
     assert "4 (4 example_int8_group16)" in said and "the implementation ran 2 times" in said
+
+
+def test_author_a_kernel() -> None:
+    pytest.importorskip("tvm_ffi", reason="the cutlass extra is not installed")
+    said = run("author_a_kernel.py")
+    for target in ("sm_100a", "sm_103a", "sm_120a", "sm_121a"):
+        assert re.search(rf"{target}: \d+ registers, 0 bytes spilled", said)
+    assert "4 cases equal plain torch, and opcheck is content" in said
+    assert "example: chosen" in said
+    assert "through torch.compile: equal True, 2 calls of the kernel" in said
+
+
+def test_author_a_kernel_says_what_to_install() -> None:
+    code = "import sys; sys.modules['cutlass'] = None; import runpy; runpy.run_path('examples/author_a_kernel.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (
+        done.returncode
+        and "nvidia-cutlass-dsl is not installed: pip install 'kvq-ops[cutlass]'" in done.stderr
+    )
