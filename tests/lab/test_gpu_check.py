@@ -1,0 +1,258 @@
+"""The script for machines with a GPU, as far as a machine without one can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvq_lab import gpu_cases, gpu_check, gpu_oracle
+from kvq_lab.gpu_rows import Budget, Case, Row, run_cases, table
+from kvq_ops import reference, registry
+from kvq_ops.formats import get_format, parse_kv_format
+from kvq_ops.registry import Implementation
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = gpu_cases.Machine.interpreter()
+
+
+def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "kvq_lab.gpu_check", *arguments],
+        cwd=ROOT,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- the script
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_it_needs() -> None:
+    done = script()
+    assert done.returncode == 2
+    assert "no GPU that torch can use" in done.stderr and "--interpret" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_does_not_mistake_the_interpreter_for_a_gpu() -> None:
+    done = script(TRITON_INTERPRET="1")
+    assert done.returncode == 2 and "TRITON_INTERPRET is set" in done.stderr
+
+
+@pytest.mark.slow
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="the triton extra is not installed")
+    out = tmp_path / "found.json"
+    done = script("--interpret", "--only", "int8_per_token_head", "--json", str(out))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads(out.read_text())
+    assert {"kvq", "torch", "triton"} <= set(found["environment"])
+    assert {row["section"] for row in found["rows"]} == {"codes", "dequantize", "attention"}
+    assert len(found["rows"]) >= 11 and all(row["verdict"] == "right" for row in found["rows"])
+    # Speed is for GPUs.
+    assert not any("seconds" in row for row in found["rows"])
+
+
+def test_every_listed_format_has_a_case() -> None:
+    assert gpu_cases.untested() == []
+
+
+# ------------------------------------------------------------------------------------------------------- wrong kernels
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch):
+    """Kernels that are the torch implementation but for what a test changes."""
+    before = {op: list(rows) for op, rows in registry._implementations.items()}
+
+    def install(op: str, change: Any) -> None:
+        for one in registry.OPS:
+            torch_row = next(row for row in registry.implementations(one) if row.name == "torch")
+
+            def run(*args: Any, _run: Any = torch_row.run, _op: str = one, **kwargs: Any) -> Any:
+                found = _run(*args, **kwargs)
+                return change(found) if _op == op else found
+
+            registry.register(Implementation("broken", one, run, lambda request: None, -20))
+        monkeypatch.setattr(gpu_cases, "KERNELS", "broken")
+
+    yield install
+    registry._implementations.update(before)
+    registry._choices.clear()
+
+
+PAIR = parse_kv_format("int8_per_token_head")
+
+
+def attention_row(**changes: Any) -> Row:
+    given = {"queries": 2, "dtype": torch.float32, "dim": 32} | changes
+    return gpu_cases.attention(MACHINE, PAIR, "causal", **given)
+
+
+@pytest.mark.parametrize("dtype", MACHINE.dtypes)
+def test_right_kernels_pass(broken: Any, dtype: torch.dtype) -> None:
+    broken("none", None)
+    assert attention_row(dtype=dtype).ok
+    assert gpu_cases.dequantize(MACHINE, PAIR.key, dtype, 32).ok
+    assert gpu_cases.codes(MACHINE, PAIR.key, dtype, 32).ok
+
+
+@pytest.mark.parametrize("variant", list(gpu_cases.variants(MACHINE, 4, 1)))
+@pytest.mark.parametrize("name", ["none", "int4_group32", "kivi4", "turbo4", "nuq4"])
+def test_the_oracle_agrees_with_the_reference(broken: Any, name: str, variant: str) -> None:
+    """It is written apart from it, and its limit must leave room for fp32."""
+    broken("none", None)
+    pair = parse_kv_format(name)
+    row = gpu_cases.attention(MACHINE, pair, variant, queries=3, dtype=torch.float32, dim=32)
+    assert row.ok, row
+    assert row.allowed is not None and row.allowed < 1e-4
+
+
+def test_a_token_that_is_missed_is_seen(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand tokens the last does not count, at fp16's tolerance."""
+    machine = gpu_cases.Machine("cpu", tokens=1000, heads=4, head_dims=(32,))
+    broken("none", None)
+    given = {"queries": 1, "dtype": torch.float16, "dim": 32}
+    assert gpu_cases.attention(machine, PAIR, "plain", **given).ok
+    original = reference._tokens_in_reach
+    monkeypatch.setattr(reference, "_tokens_in_reach", lambda *a: min(original(*a), 999))
+    missed = gpu_cases.attention(machine, PAIR, "plain", **given)
+    assert missed.verdict == "wrong" and missed.error > missed.allowed
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "check"),
+    [
+        ("attention", lambda out: out * 1.001, attention_row),
+        ("attention", lambda out: out.masked_fill(out == out.max(), torch.nan), attention_row),
+        (
+            "dequantize",
+            lambda out: out * (1 + 2.0**-9),
+            lambda: gpu_cases.dequantize(MACHINE, PAIR.key, torch.float32, 32),
+        ),
+        (
+            "quantize",
+            lambda store: [store[0] ^ 1, *store[1:]],
+            lambda: gpu_cases.codes(MACHINE, PAIR.key, torch.float32, 32),
+        ),
+        ("paged_attention", lambda out: out.flip(0), lambda: attention_row(size=8)),
+    ],
+    ids=["scaled", "nan", "dequantize", "codes", "pages"],
+)
+def test_a_wrong_kernel_is_called_wrong(broken: Any, op: str, change: Any, check: Any) -> None:
+    broken(op, change)
+    row = check()
+    assert row.verdict == "wrong" and row.why and row.seconds is None
+
+
+def test_a_wrong_row_loses_its_speed() -> None:
+    row = Row("decode", "x", "timed", seconds=1.0, fraction=0.9, against={"SDPA bf16": 2.0})
+    row.refuse("wrong", "error")
+    assert row.seconds is None and row.fraction is None and not row.against
+
+
+# -------------------------------------------------------------------------------------------------------------- budget
+
+
+class Clock:
+    """Time that passes when something is done."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_budget_is_kept_and_the_worthiest_run_first() -> None:
+    clock = Clock()
+    done: list[str] = []
+
+    def case(name: str, worth: float, expected: float, takes: float) -> Case:
+        def run() -> list[Row]:
+            done.append(name)
+            clock.now += takes
+            return [Row("codes", name)]
+
+        return Case("codes", name, run, expected, worth)
+
+    # Everything takes twice as long as expected, which those that come later are charged for.
+    cases = [case(f"case {i}", -i, 10, 20) for i in range(10)]
+    rows = run_cases(list(reversed(cases)), Budget(100, clock))
+    assert done == [f"case {i}" for i in range(len(done))] and 4 <= len(done) <= 5
+    assert clock.now <= 100
+    assert [row.verdict for row in rows[len(done) :]] == ["not run"] * (10 - len(done))
+
+
+def test_a_case_that_raises_is_a_row() -> None:
+    def run() -> list[Row]:
+        raise RuntimeError("out of shared memory")
+
+    (row,) = run_cases([Case("attention", "int8", run, 1, 1)], Budget(10))
+    assert row.verdict == "failed" and "out of shared memory" in row.why
+    assert "out of shared memory" in table([row])
+
+
+def test_the_report_holds_what_the_rows_hold() -> None:
+    rows = [Row("decode", "a", "timed", seconds=0.5, bytes=10), Row("codes", "b").refuse("wrong", "3 differ")]
+    found = json.loads(json.dumps(gpu_check.report({"gpu": "x"}, rows, 3.21)))
+    assert found["rows"][0] == {
+        "section": "decode",
+        "name": "a",
+        "verdict": "timed",
+        "seconds": 0.5,
+        "bytes": 10,
+    }
+    assert found["rows"][1]["why"] == "3 differ"
+    assert gpu_check.default_path({"gpu": "NVIDIA H200"}).name == "gpu_nvidia_h200.json"
+
+
+def test_limits_grow_with_the_arithmetic() -> None:
+    query, key, value = (gpu_cases.random((1, 2, 3, 32), torch.float32, seed) for seed in range(3))
+    limits = [
+        gpu_oracle.attention(
+            query, key, value, torch.tensor([3]), gpu_oracle.Options(), u=u, dtype=torch.float32
+        ).limit.max()
+        for u in (2.0**-24, 2.0**-11, 2.0**-8)
+    ]
+    assert limits[0] < limits[1] < limits[2] < 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------- CUTLASS
+
+
+def test_cutlass_kernels_are_checked_in_host_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    from cutlass_kernels import operators
+    from kvq_lab import gpu_cutlass
+
+    rows = gpu_cutlass.check(MACHINE)
+    assert [row.verdict for row in rows] == ["right"] * 2 * len(gpu_cutlass.FORMATS), table(rows)
+
+    original = operators.append_
+
+    def late(store: Any, position: Any, x: Any, fmt: Any) -> None:
+        original(store, position + 1, x, fmt)
+
+    monkeypatch.setattr(operators, "append_", late)
+    row = gpu_cutlass.codes(MACHINE, get_format("nvfp4"), torch.float16, 32)
+    assert row.verdict == "wrong" and row.why.startswith("append_: codes:")
+
+
+def test_without_cutlass_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cutlass_kernels import build
+    from kvq_lab import gpu_cutlass
+
+    monkeypatch.setattr(build, "why_not", lambda: "nvidia-cutlass-dsl is not installed")
+    (row,) = gpu_cutlass.check(MACHINE)
+    assert row.verdict == "not run" and "not installed" in row.why
