@@ -1,7 +1,7 @@
 """The CUTLASS kernels on the GPU that is there: by Blackwell's instructions, or their portable arm elsewhere.
 
-The registry prefers these kernels on Blackwell alone, so they are called directly here. On CPU tensors the same source runs in host
-code, which is how this file is tested.
+The registry prefers these kernels on Blackwell alone, so they are called directly here. On CPU tensors the same source runs in
+host code, which is how this file is tested.
 """
 
 from __future__ import annotations
