@@ -13,8 +13,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..registry import Implementation, register
 from .availability import INTERPRETED, refuses
+from .launching import is_tracing
 
 __all__ = ["register_kernels"]
 
@@ -42,7 +45,11 @@ def register_kernels() -> None:
 
 def _deferred(op: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _launcher(op)(*args, **kwargs)
+        result = _launcher(op)(*args, **kwargs)
+        if op in ("append_", "paged_append_") and not is_tracing():
+            # Autograd and functionalization go by the version of a tensor, which nothing else has moved.
+            torch.autograd.graph.increment_version(args[0])
+        return result
 
     return run
 
