@@ -69,7 +69,7 @@ def dequantize(store: Sequence[Tensor], fmt: Format, dtype: torch.dtype) -> Tens
         return store[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
     spec = spec_of(fmt)
     assert isinstance(spec, Spec), spec
-    return dense(store, spec, dtype, fmt.logical_shape(store)[3])
+    return dense(store, spec, dtype, fmt.logical_shape(store)[3], saturate=True)
 
 
 def dense(
