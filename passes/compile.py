@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -173,7 +174,7 @@ def _keep_sources(graph_module: GraphModule, lifted: Lifted) -> None:
     Without it AOTAutograd takes no input for one that stays in its place, and CUDA graphs, which may only update such inputs,
     are given up (``mode="reduce-overhead"``).
     """
-    from torch._dynamo.source import AttrSource
+    from torch._dynamo.source import AttrSource, ConstantSource
 
     old = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     if "dynamo_compile_id" not in graph_module.meta or not all(hasattr(n, "_dynamo_source") for n in old):
@@ -188,7 +189,10 @@ def _keep_sources(graph_module: GraphModule, lifted: Lifted) -> None:
         for one in sources:
             next(new)._dynamo_source = one
     lifted.graph_module.meta["dynamo_compile_id"] = graph_module.meta["dynamo_compile_id"]
-    lifted.graph_module._param_name_to_source = {}  # type: ignore[assignment]
+    # Constants that capturing has lifted out of the graph (``torch.tensor(50.0)``) come from nowhere that Dynamo guards.
+    constants = chain(lifted.graph_module.named_parameters(), lifted.graph_module.named_buffers())
+    lifted_from = {name: ConstantSource(f"kvq_constant{name}") for name, _ in constants}
+    lifted.graph_module._param_name_to_source = lifted_from  # type: ignore[assignment]
 
 
 def _lower(lifted: Lifted, mode: str | None, options: _Options) -> Callable[..., Any]:
