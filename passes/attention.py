@@ -22,8 +22,9 @@ from torch.fx import GraphModule, Node
 from .attention_build import Builder
 from .attention_flex import from_flex, is_flex
 from .attention_operands import fused_products
-from .attention_scores import Blocked, ScoreWalker, Step, follows_product, is_softmax
+from .attention_scores import Blocked, ScoreWalker, Step, follows_product
 from .attention_site import AttentionSite, Operand, Term
+from .attention_softmax import softmax_of
 from .layout_nodes import arguments, constant_value, op_name, shape_of, tensor_of
 from .layout_sizes import LayoutError
 
@@ -58,13 +59,13 @@ def scan(
     sites: list[AttentionSite] = []
     misses: list[NearMiss] = []
     for node in graph_module.graph.nodes:
-        find = _finder(node)
+        find = _finder(walker, node)
         if find is None:
             continue
         try:
             sites.append(find(walker, node))
         except Blocked as blocked:
-            likely = not is_softmax(node) or follows_product(node)
+            likely = find is not _from_softmax or follows_product(node)
             misses.append(NearMiss(node, blocked.node, blocked.reason, likely))
         except LayoutError as error:
             misses.append(NearMiss(node, node, f"cannot be read: {error}"))
@@ -83,8 +84,8 @@ def near_misses(graph_module: GraphModule, constants: Mapping[str, Tensor] | Non
     return scan(graph_module, constants)[1]
 
 
-def _finder(node: Node) -> Callable[[ScoreWalker, Node], AttentionSite] | None:
-    if is_softmax(node):
+def _finder(walker: ScoreWalker, node: Node) -> Callable[[ScoreWalker, Node], AttentionSite] | None:
+    if softmax_of(node, walker.effects) is not None:
         return _from_softmax
     if op_name(node) == "scaled_dot_product_attention":
         return _from_sdpa
@@ -94,7 +95,9 @@ def _finder(node: Node) -> Callable[[ScoreWalker, Node], AttentionSite] | None:
 
 
 def _from_softmax(walker: ScoreWalker, node: Node) -> AttentionSite:
-    path = walker.path(node)
+    softmax = softmax_of(node, walker.effects)
+    assert softmax is not None
+    path = walker.path(softmax)
     return Builder(walker, path.first, path.steps, path.last, path.probabilities, node, path.interior).build()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .attention_effects import Effects, written
+from .attention_softmax import Softmax
 from .layout import cast_input, movement_input
 from .layout_nodes import arguments, constant_value, op_name, shape_of, size_value, tensor_of, words
 from .layout_sizes import Size, known_equal, same_shape
@@ -145,18 +146,12 @@ class ScorePath:
     steps: list[Step]
     last: Contraction
     probabilities: Node
-    softmax: Node
     interior: set[Node] = field(default_factory=set)
 
 
 MOST_STEPS = 48
-_SOFTMAX = words("softmax _softmax _safe_softmax special_softmax")
 _PASSED = words("cat max maximum amax masked_fill where softmax")
 _QUIET = ("_assert", "sym_size", "sym_stride", "sym_numel", "sym_storage", "_unsafe_index_none")
-
-
-def is_softmax(node: Node) -> bool:
-    return op_name(node) in _SOFTMAX
 
 
 class ScoreWalker:
@@ -173,21 +168,18 @@ class ScoreWalker:
         """Users that matter: not metadata checks, not dead code."""
         return [user for user in node.users if user in self._live and not _is_quiet(user)]
 
-    def path(self, softmax: Node) -> ScorePath:
+    def path(self, softmax: Softmax) -> ScorePath:
         """The score path through ``softmax``.  Raises ``Blocked``."""
-        source = softmax.args[0]
-        assert isinstance(source, Node)
-        steps = self.back(source, softmax)
-        bound = arguments(softmax)
-        rank = len(shape_of(softmax))
-        dim = bound["dim"] + rank if bound["dim"] < 0 else bound["dim"]
-        steps = [*steps, Step(softmax, "softmax", dim=dim)]
-        forward, last, probabilities = self._forward(softmax, dim)
+        steps = [
+            *self.back(softmax.source, softmax.reader),
+            Step(softmax.node, "softmax", dim=softmax.dim),
+        ]
+        forward, last, probabilities = self._forward(softmax.node, softmax.dim)
         steps += forward
         first = contraction(steps[0].node)
         assert first is not None
-        path = ScorePath(first, steps, last, probabilities, softmax)
-        path.interior = {step.node for step in steps} | {last.node}
+        path = ScorePath(first, steps, last, probabilities)
+        path.interior = {step.node for step in steps} | {last.node, *softmax.inner}
         return path
 
     # ---- from the softmax back to the contraction

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import SymInt, Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
@@ -120,7 +121,8 @@ def emit(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     mode = detect_fake_mode([n.meta.get("val") for n in node.all_input_nodes])
     if mode is None:
         mode = _mode_of(graph)
-    with mode, torch.no_grad():
+    # Composite operators in Python keep symbolic sizes; matmul in C++ turns them into numbers on torch 2.11.
+    with mode, enable_python_dispatcher(), torch.no_grad():
         node.meta["val"] = target(*values[0], **values[1])
     return node
 

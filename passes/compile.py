@@ -29,7 +29,7 @@ from kvq_ops.handle import QuantizedKV
 
 from .candidates import find_candidates
 from .capture import capture
-from .fuse import fuse
+from .fuse import decoded_elsewhere, fuse
 from .implementations import check_implementations
 from .latent import absorb
 from .lift import Lifted, flatten_handles, lift
@@ -155,6 +155,7 @@ def rewrite(
     appends = plane_write_count(lifted.graph_module)
     result.writes = lifted.writes
     result.sites = fuse(lifted.graph_module)
+    result.notes += decoded_elsewhere(lifted.graph_module, result.sites)
     check_graph(captured, lifted, appends=appends)
     return captured, lifted, result
 

@@ -40,6 +40,7 @@ from kvq_ops.handle import QuantizedKV
 from kvq_ops.policy import Policy
 
 from .caches import Candidate, Plan, find_candidates, plan, quantize_dense
+from .fuse import decoded_elsewhere
 from .latent import absorb
 from .report import CacheResult, GraphReport, record
 from .trace_model import same_memory
@@ -358,4 +359,5 @@ def _report(
     for candidate, reason in found.refused:
         target = specs[candidate.node.name].target or candidate.node.name
         report.notes.append(f"cache {target} stays dense: it {reason}")
+    report.notes += decoded_elsewhere(found.lifted.graph_module, found.sites)
     return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from .attention_space import Sizes, Var, aten, emit
 from .layout_sizes import LayoutError, Size, known_equal
 from .split_keys import add_to_mask, emit_exact_scores, split_keys
 
-__all__ = ["SiteResult", "fuse"]
+__all__ = ["SiteResult", "decoded_elsewhere", "fuse"]
 
 kvq = torch.ops.kvq
 
@@ -91,6 +91,38 @@ def fuse(graph_module: GraphModule, constants: Mapping[str, Tensor] | None = Non
     graph.lint()
     graph_module.recompile()
     return [results[anchor] for anchor in sorted(results, key=order.__getitem__)]
+
+
+def decoded_elsewhere(graph_module: GraphModule, sites: Sequence[SiteResult]) -> list[str]:
+    """What reads a whole decoded cache and belongs to none of ``sites``, after :func:`fuse`: right, but not what one asked for.
+
+    A spelling of attention that no anchor is found in (weights by ``sigmoid``, a softmax made of ``exp`` and ``sum``) shows here.
+    """
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    left = [nodes[site.anchor] for site in sites if not site.rewritten and site.anchor in nodes]
+    before = {node for anchor in left for node in _reached(anchor, lambda node: node.all_input_nodes)}
+    after = {node for anchor in left for node in _reached(anchor, lambda node: node.users)}
+    notes = []
+    for decode in graph_module.graph.find_nodes(op="call_function", target=kvq.dequantize.default):
+        readers = [user for user in decode.users if user not in after]
+        if decode not in before and readers:
+            name = decode.args[0][0].name.removesuffix("_" + get_format(decode.args[1]).planes[0].name)
+            where = module_path(readers[0])
+            notes.append(
+                f"cache {name} is decoded whole for {readers[0].name}{' in ' + where if where else ''}, "
+                "which is part of no attention that was found"
+            )
+    return notes
+
+
+def _reached(start: Node, step: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    found, waiting = {start}, [start]
+    while waiting:
+        for node in step(waiting.pop()):
+            if node not in found:
+                found.add(node)
+                waiting.append(node)
+    return found
 
 
 def _size_from_planes(graph: Graph) -> None:

@@ -39,13 +39,18 @@ def check_for_cpp(graph_module: GraphModule) -> None:
                 continue
             chosen = select(request)
             if not chosen.inlined:
+                others = _inlined(request)
+                ways = ["load it in Python after import kvq_ops (torch._inductor.aoti_compile_and_package)"]
+                if others:
+                    under = f"kvq_ops.use_implementation({others[0]!r})"
+                    ways.insert(0, f"package under {under}, whose kernels go into the package")
                 raise ImplementationError(
                     f"kvq::{request.op} for {', '.join(map(str, request.formats))} on {request.device} in an AOTInductor "
                     "package for C++",
                     got=f"implementation {chosen.name!r}, which runs in Python: the package would hold a call of the operator",
-                    allowed=", ".join(_inlined(request)) or "no other implementation serves it there",
-                    do="package under kvq_ops.use_implementation('triton'), whose kernels go into the package; or load the "
-                    "package in Python after import kvq_ops (torch._inductor.aoti_compile_and_package)",
+                    allowed=", ".join(others)
+                    or "none: no implementation that goes into a package serves it there",
+                    do="; or ".join(ways),
                 )
 
 

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils._sympy.functions import Min
 
 from passes.attention import AttentionSite, scan
 from passes.capture import capture, remove_dead_code
@@ -85,13 +87,28 @@ class Plain(nn.Module):
         return self.function(*args)
 
 
+def compares_strides() -> bool:
+    """Whether this torch sees that ``min(16 * t, 64 * t)`` is ``16 * t``; 2.11 does not, 2.13 does.
+
+    Where it does not, such a stride becomes a guard, which export cannot prove for a ``Dim`` with a range and refuses. As an
+    assertion at run time it does no harm.
+    """
+    t = sympy.Symbol("t", positive=True, integer=True)
+    return Min(16 * t, 64 * t) == 16 * t
+
+
 def exported(function: Callable[..., Any], args: tuple[Any, ...], dynamic: Any = None) -> GraphModule:
     """Graph of a function of tensors, by torch.export; ``dynamic`` has one entry per argument."""
     module = function if isinstance(function, nn.Module) else Plain(function)
     shapes = None if dynamic is None else (tuple(dynamic),)
     if dynamic is not None and module is function:
         shapes = tuple(dynamic)
-    program = torch.export.export(module, args, dynamic_shapes=shapes)
+    program = torch.export.export(
+        module,
+        args,
+        dynamic_shapes=shapes,
+        prefer_deferred_runtime_asserts_over_guards=not compares_strides(),
+    )
     return copy.copy(program.graph_module)
 
 

@@ -23,6 +23,40 @@ from .attention_spellings import (
     with_float,
 )
 
+# ---- softmax made of other operations
+
+
+@case(with_float(**MHA), MASK_DYNAMIC)
+def softmax_of_exp_and_sum(q, k, v, m):
+    s = q @ k.transpose(-1, -2) * 0.25 + m
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+@case(with_bool(**MHA), MASK_DYNAMIC)
+def softmax_of_exp_and_sum_unshifted(q, k, v, m):
+    e = (q @ k.transpose(-1, -2) * 0.25).masked_fill(~m, -torch.inf).exp()
+    return (e / e.sum(-1).unsqueeze(-1)) @ v
+
+
+@case(with_float(**MHA), MASK_DYNAMIC)
+def softmax_by_its_logarithm(q, k, v, m):
+    return torch.log_softmax(q @ k.transpose(-1, -2) * 0.25 + m, -1).exp() @ v
+
+
+@case(with_float(**MHA), MASK_DYNAMIC)
+def softmax_by_logsumexp(q, k, v, m):
+    s = q @ k.transpose(-1, -2) * 0.25 + m
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
+@case(with_float(**MHA), MASK_DYNAMIC)
+def softmax_in_place(q, k, v, m):
+    s = q @ k.transpose(-1, -2) * 0.25 + m
+    e = (s - s.max(-1, keepdim=True).values).exp_()
+    return e.div_(e.sum(-1, keepdim=True)) @ v
+
+
 # ---- masks
 
 

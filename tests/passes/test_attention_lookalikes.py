@@ -54,6 +54,42 @@ def test_softmax_over_queries() -> None:
     assert "does not sum over the keys alone" in miss.reason and miss.node.name.startswith("matmul")
 
 
+def masked_after_exp(s):
+    e = s.exp()
+    e.mul_(s > 0)
+    return e / e.sum(-1, keepdim=True)
+
+
+def summed_elsewhere(s):
+    return s.exp() / (s + 1).exp().sum(-1, keepdim=True)
+
+
+LOOK_LIKE_SOFTMAX = {
+    "masked between exp and sum": masked_after_exp,
+    "sum of another exp": summed_elsewhere,
+    "sum over everything": lambda s: s.exp() / s.exp().sum(),
+    "sum over two dims": lambda s: (e := s.exp()) / e.sum((-2, -1), keepdim=True),
+    "sum over queries, kept by a broadcast": lambda s: (e := s.exp()) / e.sum(-2).unsqueeze(-1),
+    "floor of the quotient": lambda s: torch.div(
+        e := s.exp(), e.sum(-1, keepdim=True), rounding_mode="floor"
+    ),
+    "logarithm alone": lambda s: s.log_softmax(-1),
+    "difference times two": lambda s: torch.sub(s, s.logsumexp(-1, keepdim=True), alpha=2).exp(),
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("weights", LOOK_LIKE_SOFTMAX.values(), ids=LOOK_LIKE_SOFTMAX)
+def test_what_looks_like_a_softmax(weights) -> None:
+    graph_module = exported(lambda q, k, v: weights(scores(q, k)) @ v, qkv())
+    assert find_attention(graph_module) == []
+
+
+def test_softmax_of_exp_and_sum_over_queries() -> None:
+    miss = refusal(lambda q, k, v: ((e := scores(q, k).exp()) / e.sum(-2, keepdim=True)) @ v, *qkv())
+    assert "does not sum over the keys alone" in miss.reason
+
+
 def test_softmax_over_heads() -> None:
     miss = refusal(lambda q, k, v: scores(q, k).softmax(1) @ v, *qkv())
     assert "query and key share" in miss.reason

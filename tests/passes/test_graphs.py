@@ -278,7 +278,7 @@ def test_counts(format: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_dead_code_removal_keeps_writes(format: str) -> None:
+def test_a6_dead_code_removal_keeps_writes(format: str) -> None:
     """A6: nothing reads what a write returns, and plain DCE runs after the pass."""
     model = decoder(format)
     plain = copy.deepcopy(model)

@@ -448,7 +448,7 @@ def test_cross_cache_written_once_under_a_flag() -> None:
         assert_same(results(compiled(ours)), want)
 
 
-def test_window_storage_stays_bounded() -> None:
+def test_c4_window_storage_stays_bounded() -> None:
     """A ring of W slots beside a full layer: 30 steps, the ring never holds more than W (C4, D8)."""
 
     class Mixed(nn.Module):
@@ -460,16 +460,26 @@ def test_window_storage_stays_bounded() -> None:
             return self.full(self.sliding(x, position), position % T)
 
     net = Mixed()
-    rounded = copy.deepcopy(net)
+    rounded, fresh = copy.deepcopy(net), copy.deepcopy(net)
     rounded.sliding.fake = rounded.full.fake = INT8
     calls = [(torch.randn(B, 1, 24), torch.tensor([i])) for i in range(30)]
     passes.quantize_kv_cache_(net, INT8, calls[0])
     step = compiled(net)
     with torch.no_grad():
-        assert_same([step(*one) for one in calls], [rounded(*one) for one in calls])
+        outs = [rounded(*one) for one in calls]
+        assert_same([step(*one) for one in calls], outs)
     assert net.sliding.k0.shape[2] == 6 and max(net.sliding.k0.length.tolist()) == 6
     planes = [plane.shape[2] for plane in net.sliding.k0.store[:-1]]
     assert planes == [6] * len(planes)
+
+    # Exported, with the caches in buffers.
+    with torch.no_grad():
+        program = passes.quantize_exported(torch.export.export(fresh, calls[0]), INT8)
+        module = program.module()
+        assert_same([module(*one) for one in calls], outs)
+    held = {name: one.shape for name, one in module.named_buffers() if name.startswith("sliding.")}
+    coded = [shape[2] for name, shape in held.items() if name.endswith(("_codes", "_scale"))]
+    assert coded == [6] * 4 * len(net.sliding.k) and module.state_dict()["sliding.k0_length"].max() == 6
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
