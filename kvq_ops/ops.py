@@ -11,29 +11,29 @@ A format is a string and a store a list of tensors, so schemas stay when formats
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .config import is_checked
-from .errors import (
-    CapacityError,
-    DeviceError,
-    DtypeError,
-    GradientError,
-    NonFiniteError,
-    ShapeError,
+from .checks import (
+    check_device,
+    check_dtype,
+    check_finite,
+    check_gradient,
+    check_kept,
+    check_over,
+    check_values,
 )
+from .errors import CapacityError, DtypeError, ShapeError
 from .formats import Format, get_format
+from .options import NO_OPTIONS, SCHEMA, Options
 from .registry import Implementation, Request, register, select
 from .triton_kernels.inline import inline
 
 __all__ = ["append_", "attention", "dequantize", "quantize"]
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 _lib = torch.library.Library("kvq", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -43,8 +43,7 @@ _lib.define("dequantize(Tensor[] store, str format, ScalarType dtype) -> Tensor"
 _lib.define("append_(Tensor(a!)[] store, Tensor position, Tensor x, str format) -> ()", tags=_TAGS)
 _lib.define(
     "attention(Tensor query, Tensor[] key_store, Tensor[] value_store, str key_format, str value_format, *, "
-    "Tensor? mask=None, bool causal=False, float? scale=None, int window=0, float softcap=0.0, "
-    "Tensor? sinks=None, bool use_length=True) -> Tensor",
+    f"{SCHEMA}, bool use_length=True) -> Tensor",
     tags=_TAGS,
 )
 
@@ -146,88 +145,10 @@ def attention(
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def _check_values(op: str, x: Tensor, what: str = "x") -> None:
-    if x.dtype not in _FLOATS:
-        raise DtypeError(
-            f"kvq::{op} of {what}",
-            got=str(x.dtype),
-            allowed="float32, float16, bfloat16",
-            do=f"cast {what} first",
-        )
-    if x.dim() != 4:
-        raise ShapeError(
-            f"kvq::{op} of {what}",
-            got=f"shape {tuple(x.shape)}",
-            allowed="[B, H, T, D]",
-            do="unsqueeze or permute to this order",
-        )
-
-
-def _check_dtype(op: str, dtype: torch.dtype) -> None:
-    if dtype not in (*_FLOATS, torch.float64):
-        raise DtypeError(
-            f"kvq::{op} into a dtype",
-            got=str(dtype),
-            allowed="float32, float16, bfloat16, float64",
-            do="decode to one of these, then convert",
-        )
-
-
-def _check_gradient(op: str, *tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise GradientError(
-            f"kvq::{op} with an input that requires a gradient",
-            got="grad mode on",
-            allowed="inference only: rounding has no useful derivative",
-            do="run the model under torch.no_grad() or torch.inference_mode()",
-        )
-
-
-def _check_device(op: str, *tensors: Tensor | None) -> None:
-    devices = {t.device for t in tensors if t is not None}
-    if len(devices) > 1:
-        raise DeviceError(
-            f"kvq::{op}",
-            got=" and ".join(sorted(map(str, devices))),
-            allowed="all tensors on one device",
-            do="move the cache with .to(device)",
-        )
-
-
-def _check_finite(op: str, x: Tensor) -> None:
-    if is_checked() and not bool(x.isfinite().all()):
-        raise NonFiniteError(
-            f"kvq::{op} in checked mode",
-            got=f"{int(x.isnan().sum())} NaN and {int(x.isinf().sum())} infinite values in x {tuple(x.shape)}",
-            allowed="finite values",
-            do="find where the model produces them, or leave checked mode",
-        )
-
-
-def _check_kept(op: str, store: Sequence[Tensor], x: Tensor, fmt: Format) -> None:
-    """Values that a format keeps as they are must come in the dtype that it keeps them in."""
-    if fmt.keeps_exact:
-        kept = next(
-            tensor.dtype for plane, tensor in zip(fmt.planes, store, strict=True) if plane.dtype is None
-        )
-        if x.dtype != kept:
-            what = (
-                "an unquantized cache"
-                if fmt.lossless
-                else f"a cache in format {fmt.name!r}, which keeps exact values"
-            )
-            raise DtypeError(
-                f"kvq::{op} into {what}",
-                got=str(x.dtype),
-                allowed=str(kept),
-                do="make the cache in the dtype of the model",
-            )
-
-
 def _check_append(
     store: Sequence[Tensor], position: Tensor, x: Tensor, fmt: Format
 ) -> tuple[int, int, int, int]:
-    _check_values("append_", x)
+    check_values("append_", x)
     batch, heads, tokens, head_dim = shape = fmt.check_store(store)
     if x.shape[0] != batch or x.shape[1] != heads or x.shape[3] != head_dim:
         raise ShapeError(
@@ -250,8 +171,8 @@ def _check_append(
             allowed=f"[{x.shape[2]}] or [{batch}, {x.shape[2]}]: one position for each token of x",
             do="give the slots that the tokens go to, such as torch.arange(start, start + N)",
         )
-    _check_device("append_", position, x, *store)
-    _check_kept("append_", store, x, fmt)
+    check_device("append_", position, x, *store)
+    check_kept("append_", store, x, fmt)
     return shape
 
 
@@ -261,12 +182,10 @@ def _check_attention(
     value_store: Sequence[Tensor],
     key_fmt: Format,
     value_fmt: Format,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    window: int,
-    softcap: float,
-) -> tuple[int, int, int, int, int]:
-    _check_values("attention", query, "query")
+    options: Options,
+) -> tuple[int, int]:
+    """Raise on anything wrong; ``(D, Dv)``."""
+    check_values("attention", query, "query")
     batch, heads, tokens, head_dim = key_fmt.check_store(key_store)
     value_shape = value_fmt.check_store(value_store)
     if value_shape[:3] != (batch, heads, tokens):
@@ -276,70 +195,10 @@ def _check_attention(
             allowed="equal batch, kv heads and tokens",
             do="pass the keys and the values of one layer",
         )
-    _check_over("attention", query, (batch, heads, tokens, head_dim), mask, sinks, window, softcap)
-    _check_device("attention", query, mask, sinks, *key_store, *value_store)
-    return batch, query.shape[1], tokens, head_dim, value_shape[3]
-
-
-def _check_over(
-    op: str,
-    query: Tensor,
-    keys: tuple[int, int, int, int],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    window: int,
-    softcap: float,
-) -> None:
-    """What attention of ``query`` over keys of the shape ``keys`` asks of its arguments, wherever the keys are kept."""
-    batch, heads, tokens, head_dim = keys
-    rows, query_heads = query.shape[0], query.shape[1]
-    if rows != batch or query.shape[3] != head_dim or (query_heads % heads if heads else query_heads):
-        raise ShapeError(
-            f"kvq::{op} over keys {(batch, heads, tokens, head_dim)}",
-            got=f"query {tuple(query.shape)}",
-            allowed=f"[{batch}, a multiple of {heads}, Tq, {head_dim}]",
-            do="check batch size, heads and head_dim of the query against the cache",
-        )
-    if mask is not None:
-        full = (batch, query_heads, query.shape[2], tokens)
-        fits = mask.dim() <= 4 and all(
-            m == f or m == 1 for m, f in zip(reversed(mask.shape), reversed(full), strict=False)
-        )
-        if not fits:
-            raise ShapeError(
-                f"kvq::{op} mask",
-                got=f"{tuple(mask.shape)}",
-                allowed=f"broadcastable to {full}",
-                do="the last axis counts every allocated token of the cache",
-            )
-        if mask.dtype is not torch.bool and not mask.dtype.is_floating_point:
-            raise DtypeError(
-                f"kvq::{op} mask",
-                got=str(mask.dtype),
-                allowed="bool (True may attend) or floating (added to the scores)",
-                do="compare integer masks with != 0",
-            )
-    if sinks is not None and tuple(sinks.shape) != (query_heads,):
-        raise ShapeError(
-            f"kvq::{op} sinks",
-            got=f"{tuple(sinks.shape)}",
-            allowed=f"[{query_heads}]",
-            do="give one logit for each query head",
-        )
-    if sinks is not None and not sinks.dtype.is_floating_point:
-        raise DtypeError(
-            f"kvq::{op} sinks",
-            got=str(sinks.dtype),
-            allowed="a floating dtype",
-            do="cast the logits to the dtype of the query",
-        )
-    if window < 0 or not 0 <= softcap < math.inf:
-        raise ShapeError(
-            f"kvq::{op} window and softcap",
-            got=f"{window} and {softcap}",
-            allowed="finite and not negative; 0 turns them off",
-            do="leave out the one that the model does not have",
-        )
+    check_over("attention", query, (batch, heads, tokens, head_dim), options)
+    check_device("attention", query, options.mask, options.sinks, *key_store, *value_store)
+    check_gradient("attention", query, options.mask, options.sinks, *key_store, *value_store)
+    return head_dim, value_shape[3]
 
 
 # ------------------------------------------------------------------------------------------------------ real kernels
@@ -347,10 +206,10 @@ def _check_over(
 
 def _quantize(x: Tensor, format: str) -> list[Tensor]:
     fmt = get_format(format)
-    _check_values("quantize", x)
+    check_values("quantize", x)
     fmt.check_head_dim(x.shape[3])
-    _check_gradient("quantize", x)
-    _check_finite("quantize", x)
+    check_gradient("quantize", x)
+    check_finite("quantize", x)
     request = Request("quantize", x.device.type, (fmt,), (x.shape[3],), x.dtype)
     store: list[Tensor] = select(request).run(x, fmt)
     return store
@@ -359,8 +218,8 @@ def _quantize(x: Tensor, format: str) -> list[Tensor]:
 def _dequantize(store: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor:
     fmt = get_format(format)
     head_dim = fmt.check_store(store)[3]
-    _check_dtype("dequantize", dtype)
-    _check_gradient("dequantize", *store)
+    check_dtype("dequantize", dtype)
+    check_gradient("dequantize", *store)
     request = Request("dequantize", store[0].device.type, (fmt,), (head_dim,), dtype)
     out: Tensor = select(request).run(store, fmt, dtype)
     return out
@@ -369,8 +228,8 @@ def _dequantize(store: Sequence[Tensor], format: str, dtype: torch.dtype) -> Ten
 def _append_(store: Sequence[Tensor], position: Tensor, x: Tensor, format: str) -> None:
     fmt = get_format(format)
     tokens = _check_append(store, position, x, fmt)[2]
-    _check_gradient("append_", x, *store)
-    _check_finite("append_", x)
+    check_gradient("append_", x, *store)
+    check_finite("append_", x)
     if position.device.type == "cpu" and position.numel():
         low, high = (int(v) for v in position.aminmax()) if position.numel() > 1 else (int(position),) * 2
         if low < 0 or high >= tokens:
@@ -412,36 +271,15 @@ def _attention(
     key_format: str,
     value_format: str,
     *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     use_length: bool = True,
+    **given: Any,
 ) -> Tensor:
-    key_fmt, value_fmt = get_format(key_format), get_format(value_format)
-    *_, head_dim, value_dim = _check_attention(
-        query, key_store, value_store, key_fmt, value_fmt, mask, sinks, window, softcap
-    )
-    _check_gradient("attention", query, mask, sinks, *key_store, *value_store)
-    request = Request(
-        "attention", query.device.type, (key_fmt, value_fmt), (head_dim, value_dim), query.dtype
-    )
-    out: Tensor = select(request).run(
-        query,
-        key_store,
-        value_store,
-        key_fmt,
-        value_fmt,
-        mask=mask,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        use_length=use_length,
-    )
+    fmts = get_format(key_format), get_format(value_format)
+    options = Options(**given) if given else NO_OPTIONS
+    dims = _check_attention(query, key_store, value_store, *fmts, options)
+    request = Request("attention", query.device.type, fmts, dims, query.dtype)
+    run = select(request).run
+    out: Tensor = run(query, key_store, value_store, *fmts, use_length=use_length, **given)
     return out.contiguous()
 
 
@@ -461,9 +299,9 @@ for _name, _kernel in (
 @torch.library.register_fake("kvq::quantize", lib=_lib)
 def _(x: Tensor, format: str) -> list[Tensor]:
     fmt = get_format(format)
-    _check_values("quantize", x)
+    check_values("quantize", x)
     fmt.check_head_dim(x.shape[3])
-    _check_gradient("quantize", x)
+    check_gradient("quantize", x)
     shapes = fmt.plane_shapes(*x.shape)
     return [
         x.new_empty(shape, dtype=dtype)
@@ -474,15 +312,15 @@ def _(x: Tensor, format: str) -> list[Tensor]:
 @torch.library.register_fake("kvq::dequantize", lib=_lib)
 def _(store: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor:
     shape = get_format(format).check_store(store)
-    _check_dtype("dequantize", dtype)
-    _check_gradient("dequantize", *store)
+    check_dtype("dequantize", dtype)
+    check_gradient("dequantize", *store)
     return store[0].new_empty(shape, dtype=dtype)
 
 
 @torch.library.register_fake("kvq::append_", lib=_lib)
 def _(store: Sequence[Tensor], position: Tensor, x: Tensor, format: str) -> None:
     _check_append(store, position, x, get_format(format))
-    _check_gradient("append_", x, *store)
+    check_gradient("append_", x, *store)
 
 
 @torch.library.register_fake("kvq::attention", lib=_lib)
@@ -493,18 +331,12 @@ def _(
     key_format: str,
     value_format: str,
     *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     use_length: bool = True,
+    **given: Any,
 ) -> Tensor:
-    key_fmt, value_fmt = get_format(key_format), get_format(value_format)
-    shapes = _check_attention(query, key_store, value_store, key_fmt, value_fmt, mask, sinks, window, softcap)
-    _check_gradient("attention", query, mask, sinks, *key_store, *value_store)
-    return query.new_empty(query.shape[0], query.shape[1], query.shape[2], shapes[-1])
+    fmts = get_format(key_format), get_format(value_format)
+    value_dim = _check_attention(query, key_store, value_store, *fmts, Options(**given))[1]
+    return query.new_empty(query.shape[0], query.shape[1], query.shape[2], value_dim)
 
 
 # -------------------------------------------------------------------------------------- the torch implementation

@@ -16,23 +16,18 @@ Formats whose tokens wait in a window, or share scales with other tokens, do not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import reference
+from .checks import check_device, check_finite, check_gradient, check_kept, check_over, check_values
 from .codecs import encode
 from .errors import CapacityError, DtypeError, FormatError, ShapeError
 from .formats import Format, get_format
-from .ops import (
-    _check_device,
-    _check_finite,
-    _check_gradient,
-    _check_kept,
-    _check_over,
-    _check_values,
-)
+from .options import SCHEMA, Options
 from .registry import Implementation, Request, register, select
 from .triton_kernels.inline import inline
 
@@ -46,8 +41,7 @@ _lib.define(
 )
 _lib.define(
     "paged_attention(Tensor query, Tensor[] key_pages, Tensor[] value_pages, Tensor block_table, Tensor length, "
-    "str key_format, str value_format, *, Tensor? mask=None, bool causal=False, float? scale=None, int window=0, "
-    "float softcap=0.0, Tensor? sinks=None) -> Tensor",
+    f"str key_format, str value_format, *, {SCHEMA}) -> Tensor",
     tags=_TAGS,
 )
 
@@ -154,7 +148,7 @@ def _values_known(tensor: Tensor) -> bool:
 
 
 def _check_append(pages: Sequence[Tensor], table: Tensor, position: Tensor, x: Tensor, fmt: Format) -> None:
-    _check_values("paged_append_", x)
+    check_values("paged_append_", x)
     count, heads, size, head_dim = fmt.check_store(pages)
     if x.shape[1] != heads or x.shape[3] != head_dim:
         raise ShapeError(
@@ -171,8 +165,8 @@ def _check_append(pages: Sequence[Tensor], table: Tensor, position: Tensor, x: T
             got=f"{tuple(position.shape)}",
             allowed=f"{(x.shape[0], x.shape[2])}: one for each token",
         )
-    _check_device("paged_append_", position, table, x, *pages)
-    _check_kept("paged_append_", pages, x, fmt)
+    check_device("paged_append_", position, table, x, *pages)
+    check_kept("paged_append_", pages, x, fmt)
 
 
 def _check_reads(
@@ -183,12 +177,10 @@ def _check_reads(
     length: Tensor,
     key_fmt: Format,
     value_fmt: Format,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    window: int,
-    softcap: float,
+    options: Options,
 ) -> tuple[int, int]:
     """Raise on anything wrong; ``(D, Dv)``."""
+    check_values("paged_attention", query, "query")
     count, heads, size, head_dim = key_fmt.check_store(key_pages)
     value_shape = value_fmt.check_store(value_pages)
     if value_shape[:3] != (count, heads, size):
@@ -211,7 +203,7 @@ def _check_reads(
             got=str(length.tolist()),
             allowed=f"0..{room}: {table.shape[1]} pages of {size} tokens",
         )
-    _check_device("paged_attention", table, length)
+    check_device("paged_attention", table, length)
     if _values_known(table) and _values_known(length) and table.numel():
         used = torch.arange(table.shape[1]) * size < length.unsqueeze(1)
         if bool(((table < 0) & used).any()):
@@ -221,10 +213,10 @@ def _check_reads(
                 allowed="a page for every token that counts",
             )
     # The rest is as for a contiguous cache of as many tokens as the table has room for.
-    _check_over(
-        "paged_attention", query, (query.shape[0], heads, room, head_dim), mask, sinks, window, softcap
-    )
-    _check_device("paged_attention", query, mask, sinks, table, length, *key_pages, *value_pages)
+    check_over("paged_attention", query, (query.shape[0], heads, room, head_dim), options)
+    added = options.mask, options.sinks
+    check_device("paged_attention", query, *added, table, length, *key_pages, *value_pages)
+    check_gradient("paged_attention", query, *added)
     return head_dim, value_shape[3]
 
 
@@ -234,8 +226,8 @@ def _check_reads(
 def _append(pages: Sequence[Tensor], block_table: Tensor, position: Tensor, x: Tensor, format: str) -> None:
     fmt = _paged_format(format)
     _check_append(pages, block_table, position, x, fmt)
-    _check_gradient("paged_append_", x, *pages)
-    _check_finite("paged_append_", x)
+    check_gradient("paged_append_", x, *pages)
+    check_finite("paged_append_", x)
     size = pages[0].shape[2]
     if _values_known(position) and position.numel():
         block = position.long().div(size, rounding_mode="floor")
@@ -269,36 +261,13 @@ def _attention(
     length: Tensor,
     key_format: str,
     value_format: str,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    **given: Any,
 ) -> Tensor:
-    key_fmt, value_fmt = _paged_format(key_format), _paged_format(value_format)
-    _check_values("paged_attention", query, "query")
-    dims = _check_reads(
-        query, key_pages, value_pages, block_table, length, key_fmt, value_fmt, mask, sinks, window, softcap
-    )
-    _check_gradient("paged_attention", query, mask, sinks)
-    request = Request("paged_attention", query.device.type, (key_fmt, value_fmt), dims, query.dtype)
-    out: Tensor = select(request).run(
-        query,
-        key_pages,
-        value_pages,
-        block_table,
-        length,
-        key_fmt,
-        value_fmt,
-        mask=mask,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    fmts = _paged_format(key_format), _paged_format(value_format)
+    dims = _check_reads(query, key_pages, value_pages, block_table, length, *fmts, Options(**given))
+    request = Request("paged_attention", query.device.type, fmts, dims, query.dtype)
+    run = select(request).run
+    out: Tensor = run(query, key_pages, value_pages, block_table, length, *fmts, **given)
     return out.contiguous()
 
 
@@ -310,7 +279,7 @@ for _name, _kernel in (("paged_append_", _append), ("paged_attention", _attentio
 @torch.library.register_fake("kvq::paged_append_", lib=_lib)
 def _(pages: Sequence[Tensor], block_table: Tensor, position: Tensor, x: Tensor, format: str) -> None:
     _check_append(pages, block_table, position, x, _paged_format(format))
-    _check_gradient("paged_append_", x, *pages)
+    check_gradient("paged_append_", x, *pages)
 
 
 @torch.library.register_fake("kvq::paged_attention", lib=_lib)
@@ -322,20 +291,10 @@ def _(
     length: Tensor,
     key_format: str,
     value_format: str,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    **given: Any,
 ) -> Tensor:
-    key_fmt, value_fmt = _paged_format(key_format), _paged_format(value_format)
-    _check_values("paged_attention", query, "query")
-    _, value_dim = _check_reads(
-        query, key_pages, value_pages, block_table, length, key_fmt, value_fmt, mask, sinks, window, softcap
-    )
-    _check_gradient("paged_attention", query, mask, sinks)
+    fmts = _paged_format(key_format), _paged_format(value_format)
+    value_dim = _check_reads(query, key_pages, value_pages, block_table, length, *fmts, Options(**given))[1]
     return query.new_empty(query.shape[0], query.shape[1], query.shape[2], value_dim)
 
 
@@ -389,7 +348,7 @@ def attention_torch(
     value_format: Format,
     *,
     compute: torch.dtype = torch.float32,
-    **options: Tensor | bool | float | int | None,
+    **given: Any,
 ) -> Tensor:
     """As ``kvq::paged_attention``: over a contiguous copy of the pages, in plain torch."""
     stores = []
@@ -397,7 +356,9 @@ def attention_torch(
         store = gather(pages, block_table, fmt)
         store[-1] = length.long()
         stores.append(store)
-    return reference.attention(query, *stores, key_format, value_format, compute=compute, **options)  # type: ignore[arg-type, call-arg]
+    return reference.attention(
+        query, stores[0], stores[1], key_format, value_format, compute=compute, **given
+    )
 
 
 for _op, _run in (("paged_append_", append_torch), ("paged_attention", attention_torch)):

@@ -6,6 +6,7 @@ Kernels are measured against this file. ``attention(..., compute=torch.float64)`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor
 from .codecs import decode, encode
 from .codecs.rotation import rotate, unrotate
 from .formats import Format
+from .options import Options
 from .window import append_window_, decode_window
 
 _SCORE_ELEMENTS = 1 << 24
@@ -78,23 +80,20 @@ def attention(
     key_format: Format,
     value_format: Format,
     *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     use_length: bool = True,
     compute: torch.dtype = torch.float32,
+    **given: Any,
 ) -> Tensor:
     """Attention over the decoded stores; arguments as in ``kvq::attention``.
 
     Args:
         compute: dtype of all arithmetic; float64 makes this the oracle.
+        given: ``Options``.
 
     Returns:
         ``[B, Hq, Tq, Dv]`` in the dtype of ``query`` (float64 when ``compute`` is float64).
     """
+    mask, causal, scale, window, softcap, sinks = Options(**given)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tokens = key_store[0].shape[2]
     if mask is not None:

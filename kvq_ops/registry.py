@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import ImplementationError, near_names
+from .errors import HeadDimError, ImplementationError, near_names
 from .formats import Format, get_format
 
 __all__ = ["Implementation", "Request", "explain", "register", "select", "use_implementation"]
@@ -90,12 +90,13 @@ def select(request: Request) -> Implementation:
             _choices[request] = row
             return row
         reasons.append(f"{row.name}: {reason}")
+    able = [row.name for row in _implementations[request.op] if row.refuses(request) is None]
     raise ImplementationError(
         f"kvq::{request.op} on {request.device} for {', '.join(map(str, request.formats))}"
         + (f" by implementation {_forced!r}" if _forced else ""),
         got="; ".join(reasons) or "no implementation of that name for this operator",
-        allowed=", ".join(row.name for row in _implementations[request.op]),
-        do="leave the choice open, or see kvq_ops.explain(...)",
+        allowed=", ".join(able) or "nothing: no implementation serves this",
+        do="leave the choice open, or see kvq_ops.explain(...)" if able else "see kvq_ops.explain(...)",
     )
 
 
@@ -120,6 +121,23 @@ def use_implementation(name: str) -> Iterator[None]:
         _choices.clear()
 
 
+def _operator_refuses(request: Request) -> str | None:
+    """Why the operator raises before anybody is chosen, as far as a request says, or ``None``."""
+    for fmt, head_dim in zip(request.formats, request.head_dims, strict=True):
+        if request.op.startswith("paged") and (fmt.windowed or fmt.token_group > 1):
+            return f"format {fmt.name}: pages take formats that code each token by itself"
+        try:
+            fmt.check_head_dim(head_dim)
+        except HeadDimError:
+            return f"format {fmt.name} holds head_dims that are positive multiples of {fmt.pack}"
+    floats: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+    if request.op == "dequantize":
+        floats = (*floats, torch.float64)
+    if request.dtype not in floats:
+        return f"the operator takes {', '.join(str(dtype).removeprefix('torch.') for dtype in floats)}"
+    return None
+
+
 def explain(
     op: str,
     *formats: Format | str,
@@ -129,13 +147,15 @@ def explain(
 ) -> str:
     """One line for each implementation of ``op``: chosen, or rejected and why.
 
+    What the operator refuses whoever would run it (a head_dim that the format cannot hold, say) is rejected by all.
+
     Args:
         op: ``quantize``, ``dequantize``, ``append_``, ``attention``, ``paged_append_`` or ``paged_attention``.
         formats: that of the store, or those of keys and of values.
         device: need not exist here; what depends on the device itself (its compute capability) is then taken to fit.
 
     Raises:
-        ImplementationError: when there is no such operator.
+        ImplementationError: when there is no such operator, or when it takes fewer formats.
     """
     if op not in _implementations:
         raise ImplementationError(
@@ -145,11 +165,19 @@ def explain(
             do="name one of these",
         )
     rows = tuple(get_format(row) if isinstance(row, str) else row for row in formats)
+    most = 2 if op in ("attention", "paged_attention") else 1
+    if not 1 <= len(rows) <= most:
+        raise ImplementationError(
+            f"kvq_ops.explain of {op}",
+            got=f"{len(rows)} formats",
+            allowed="that of the store" if most == 1 else "that of keys and that of values, or one for both",
+            do="name one format for each store that the operator takes",
+        )
     request = Request(op, torch.device(device).type, rows, (head_dim,) * len(rows), dtype)
     lines = [f"kvq::{op} on {device}, {', '.join(map(str, rows))}, head_dim {head_dim}, {dtype}"]
-    taken = False
+    taken, refused = False, _operator_refuses(request)
     for row in _implementations[op]:
-        reason = row.refuses(request)
+        reason = refused or row.refuses(request)
         if _forced is not None and row.name != _forced:
             reason = f"{_forced!r} was asked for"
         if reason is None:

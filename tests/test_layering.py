@@ -18,6 +18,7 @@ PACKAGES = ("kvq_ops", "passes", "cutlass_kernels", "kvq_lab")
 LADDER = (
     "kvq_ops.config",
     "kvq_ops.errors",
+    "kvq_ops.options",
     "kvq_ops.axes",
     "kvq_ops.files",
     "kvq_ops.layout",
@@ -32,6 +33,7 @@ LADDER = (
     "kvq_ops.cpu",
     "kvq_ops.triton_kernels",
     "cutlass_kernels",
+    "kvq_ops.checks",
     "kvq_ops.ops",
     "kvq_ops.paged",
     "kvq_ops.decoded",
@@ -47,7 +49,14 @@ LADDER = (
 )
 # A kernel knows formats and the registry, nothing above, and no other kernel.
 KERNELS = ("kvq_ops.cpu", "kvq_ops.triton_kernels", "cutlass_kernels")
-KERNELS_KNOW = {"kvq_ops.config", "kvq_ops.errors", "kvq_ops.layout", "kvq_ops.formats", "kvq_ops.registry"}
+KERNELS_KNOW = {
+    "kvq_ops.config",
+    "kvq_ops.errors",
+    "kvq_ops.options",
+    "kvq_ops.layout",
+    "kvq_ops.formats",
+    "kvq_ops.registry",
+}
 
 # Optional packages, and the only rooms that may import them while being imported themselves. Of cutlass_kernels this holds for
 # the modules with kernels in them; the package itself imports none of those.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import ImplementationError
 from ..formats import Format
+from ..options import NO_OPTIONS, Options
 from ..registry import Request, implementations
 from . import library
 from .params import DTYPES, MAX_DIM, Layout, index_numbers, layout_of, plane_numbers, side_numbers
@@ -176,18 +177,14 @@ def attention(
     key_format: Format,
     value_format: Format,
     *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     use_length: bool = True,
+    **given: Any,
 ) -> Tensor:
     """``kvq::attention``."""
     key, value = _side(key_format, key_store), _side(value_format, value_store)
     value_dim = value_format.logical_shape(value_store)[3]
-    return _attention(query, key + value, value_dim, mask, causal, scale, window, softcap, sinks, use_length)
+    options = Options(**given) if given else NO_OPTIONS
+    return _attention(query, key + value, value_dim, options, use_length)
 
 
 def paged_attention(
@@ -198,33 +195,23 @@ def paged_attention(
     length: Tensor,
     key_format: Format,
     value_format: Format,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    **given: Any,
 ) -> Tensor:
     """``kvq::paged_attention``."""
     key = _paged_side(key_format, key_pages, block_table, length)
     value = _paged_side(value_format, value_pages, block_table, length)
     value_dim = value_format.logical_shape(value_pages)[3]
-    return _attention(query, key + value, value_dim, mask, causal, scale, window, softcap, sinks, True)
+    return _attention(query, key + value, value_dim, Options(**given), True)
 
 
 def _attention(
     query: Tensor,
     sides: bytes,
     value_dim: int,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
+    options: Options,
     use_length: bool,
 ) -> Tensor:
+    mask, causal, scale, window, softcap, sinks = options
     batch, query_heads, queries, dim = query.shape
     if mask is not None and mask.dtype not in DTYPES:
         mask = mask.float()

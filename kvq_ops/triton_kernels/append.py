@@ -20,7 +20,7 @@ from ..registry import implementations
 from . import spec as _spec
 from .fit import fit
 from .launching import callable_of
-from .places import load_numbers, pair, settle
+from .places import load_numbers, pair, settle, spread
 from .rules import encode_tile, store_codes
 from .shapes import angles, index_args, power, rows_of_a_program, rule_numbers, vector_numbers, warps
 from .spec import Spec, plane_args, plane_of, spec_of
@@ -65,60 +65,29 @@ def append_rows(
     WINDOWED: tl.constexpr = WINDOW > 0
     M: tl.constexpr = ROWS * SPANS
     item = tl.arange(0, M)
-    r = tl.program_id(0) * ROWS + item // SPANS
-    g = item % SPANS
+    r = tl.program_id(0) * ROWS + (tl.arange(0, ROWS) if WHOLE else item // SPANS)
     b, h, i = pair(r, count, heads)
     live = r < rows
-    given = i.to(tl.int64)
-    held = given
-    coded = given
-    if WINDOWED:
-        given = tl.load(POSITION + b.to(tl.int64) * position_b, mask=live, other=0).to(tl.int64)
-        held = tl.load(LENGTH + b.to(tl.int64) * length_b, mask=live, other=0)
-        coded = tl.load(CODED + b.to(tl.int64) * coded_b, mask=live, other=0)
-    elif HAS_POSITION:
-        at = b.to(tl.int64) * position_b + i.to(tl.int64) * position_t
-        given = tl.load(POSITION + at, mask=live, other=-1).to(tl.int64)
-    position, start, live = settle(
-        i, live, given, held, coded, limit, appended, WINDOWED, RECENT, 1, False
-    )  # fmt: skip
     to = b.to(tl.int64)
+    given = tl.load(POSITION + to * position_b + i.to(tl.int64) * position_t, mask=live, other=-1)
+    held = tl.load(LENGTH + to * length_b, mask=live, other=0)
+    coded = tl.load(CODED + to * coded_b, mask=live, other=0)
+    position, start, live = settle(
+        i, live, given, held, coded, limit, appended, HAS_POSITION, WINDOWED, RECENT, 1, False
+    )  # fmt: skip
     slot = position
     if PAGED:
         at = to * table_b + (position // capacity) * table_n
         to = tl.load(TABLE + at, mask=live, other=-1).to(tl.int64)
         slot = position % capacity
         live = live & (to >= 0)
+    g = item % SPANS
     member = tl.arange(0, WIDE)
     channel = g[:, None] * SPAN + member[None, :]
     valid = (member < SPAN)[None, :] & (channel < DIM)
     if WHOLE:
-        # Rows once more, without their groups.
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        rb, rh, ri = pair(row, count, heads)
-        rlive = row < rows
-        given = ri.to(tl.int64)
-        held = given
-        coded = given
-        if WINDOWED:
-            given = tl.load(POSITION + rb.to(tl.int64) * position_b, mask=rlive, other=0).to(tl.int64)
-            held = tl.load(LENGTH + rb.to(tl.int64) * length_b, mask=rlive, other=0)
-            coded = tl.load(CODED + rb.to(tl.int64) * coded_b, mask=rlive, other=0)
-        elif HAS_POSITION:
-            at = rb.to(tl.int64) * position_b + ri.to(tl.int64) * position_t
-            given = tl.load(POSITION + at, mask=rlive, other=-1).to(tl.int64)
-        rposition, rstart, rlive = settle(
-            ri, rlive, given, held, coded, limit, appended, WINDOWED, RECENT, 1, False
-        )  # fmt: skip
-        rto = rb.to(tl.int64)
-        rslot = rposition
-        if PAGED:
-            at = rto * table_b + (rposition // capacity) * table_n
-            rto = tl.load(TABLE + at, mask=rlive, other=-1).to(tl.int64)
-            rslot = rposition % capacity
-            rlive = rlive & (rto >= 0)
         x = prepared(
-            rb, rh, ri, rposition, rstart, rlive, X, x_b, x_h, x_t, x_d, RING, ring_b, ring_h, ring_t, ring_d,
+            b, h, i, position, start, live, X, x_b, x_h, x_t, x_d, RING, ring_b, ring_h, ring_t, ring_d,
             COS, SIN, angle_b, angle_t, ROWS, WIDTH, DIM, WINDOW, ROTARY, ROTATION, LOG, NORM,
         )  # fmt: skip
         if OUTLIERS:
@@ -126,22 +95,25 @@ def append_rows(
             centre = x
             half_range = x
             if CENTRED == 2:
-                there = rlive[:, None] & (wide < DIM)[None, :]
-                at = rh[:, None] * minimum_h + wide[None, :] * minimum_d
+                there = live[:, None] & (wide < DIM)[None, :]
+                at = h[:, None] * minimum_h + wide[None, :] * minimum_d
                 centre = tl.load(MINIMUM + at, mask=there, other=0.0).to(tl.float32)
-                at = rh[:, None] * scale_h + wide[None, :] * scale_d
+                at = h[:, None] * scale_h + wide[None, :] * scale_d
                 half_range = tl.load(SCALE + at, mask=there, other=1.0).to(tl.float32)
             x = take_outliers(
                 x, wide, centre, half_range, INDEX, VALUE,
-                rto * index_b + rh.to(tl.int64) * index_h + rslot * index_t,
-                rto * value_b + rh.to(tl.int64) * value_h + rslot * value_t,
-                index_d, value_d, rlive, OUTLIERS, CENTRED, DIM, WIDTH, LARGEST_VALUE, True,
+                to * index_b + h.to(tl.int64) * index_h + slot * index_t,
+                to * value_b + h.to(tl.int64) * value_h + slot * value_t,
+                index_d, value_d, live, OUTLIERS, CENTRED, DIM, WIDTH, LARGEST_VALUE, True,
             )  # fmt: skip
         if REGROUP:
             pick = tl.arange(0, SPANS * WIDE)
             pick = tl.minimum(pick // WIDE * SPAN + pick % WIDE, WIDTH - 1)
             x = tl.gather(x, tl.broadcast_to(pick[None, :], (ROWS, SPANS * WIDE)), 1)
         x = tl.reshape(x, (M, WIDE))
+        # From here on a row for each group.
+        h, to, slot = spread(h, ROWS, SPANS), spread(to, ROWS, SPANS), spread(slot, ROWS, SPANS)
+        position, live = spread(position, ROWS, SPANS), spread(live, ROWS, SPANS)
     else:
         x = load_numbers(
             b, h, i, position, start, channel, live[:, None] & valid, X, x_b, x_h, x_t, x_d,
@@ -242,6 +214,8 @@ def append_vectors(
     """
     batch, heads, appended, dim = x.shape
     where = (x, 0, 0) if position is None else index_args(position)
+    if spec.windowed:
+        where = (*where[:2], 0)  # the first of a row counts
     pages = (store[0], 0, 0) if table is None else index_args(table)
     capacity = store[0].shape[2]
     limit = capacity if table is None else capacity * table.shape[1]

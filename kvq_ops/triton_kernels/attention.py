@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from ..formats import Format, get_format
+from ..options import Options
 from . import spec as _spec
 from .attention_kernel import attend_kernel
 from .configs import config_for, padded, processors, target
@@ -31,13 +33,14 @@ from .dequantize import dense
 from .launching import callable_of
 from .merge import CHUNK, merge_kernel
 from .rotate import rotated
+from .sides import rotation_log, side_args
 from .spec import Spec, spec_of
-from .tiles import rotation_log, side_args
 
-__all__ = ["attention", "count_splits", "paged_attention"]
+__all__ = ["attention", "count_splits", "paged_attention", "whole_waves"]
 
 _DECODE_ROWS = 64
 """Up to so many query rows of a kv head count as decoding."""
+_MOST_SPLITS = 128
 _DENSE_ROWS = 512
 """From so many on, what is stored is decoded once, into the dtype of the query, instead of once for each block of rows."""
 
@@ -58,21 +61,16 @@ def attention(
     key_format: Format,
     value_format: Format,
     *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     use_length: bool = True,
+    **given: Any,
 ) -> Tensor:
     """``kvq::attention``; arguments were checked. Positions and lengths are read by the kernels only."""
     key, value = _served(key_format), _served(value_format)
     value_dim = value_format.logical_shape(value_store)[3]
+    tokens, length, options = key_store[0].shape[2], key_store[-1], Options(**given)
     return _attention(
-        query, key_store, value_store, key, value, value_dim, key_store[0].shape[2], None,
-        key_store[-1], mask, causal, scale, window, softcap, sinks, use_length,
-    )  # fmt: skip
+        query, key_store, value_store, key, value, value_dim, tokens, None, length, options, use_length
+    )
 
 
 def paged_attention(
@@ -83,22 +81,16 @@ def paged_attention(
     length: Tensor,
     key_format: Format,
     value_format: Format,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    **given: Any,
 ) -> Tensor:
     """``kvq::paged_attention``; arguments were checked."""
     key, value = _served(key_format), _served(value_format)
     value_dim = value_format.logical_shape(value_pages)[3]
     tokens = block_table.shape[1] * key_pages[0].shape[2]
+    options = Options(**given)
     return _attention(
-        query, key_pages, value_pages, key, value, value_dim, tokens, block_table,
-        length, mask, causal, scale, window, softcap, sinks, True,
-    )  # fmt: skip
+        query, key_pages, value_pages, key, value, value_dim, tokens, block_table, length, options, True
+    )
 
 
 def _computed_in(spec: Spec, store: Sequence[Tensor], dtype: torch.dtype) -> int:
@@ -133,21 +125,40 @@ def count_splits(programs: int, blocks: int, slots: int) -> int:
     """Into how many parts the tokens are cut.
 
     As few as fill the processors nearly as well as possible: the smallest number within 85 % of the best efficiency of waves,
-    after FlashAttention.
+    after FlashAttention. While a graph is traced that is to serve other sizes too, the sizes are symbols, and the result is an
+    expression of them: to look for a number would bind the graph to the sizes at hand.
 
     Args:
         programs: there are without cutting.
         blocks: of tokens, allocated.
         slots: programs that run at the same time.
     """
-    return _count_splits(int(programs), int(blocks), int(slots))
+    if type(programs) is not int:
+        wanted = whole_waves(programs, slots)
+    elif type(blocks) is int:
+        return _best_splits(programs, blocks, slots)
+    elif (wanted := _best_splits(programs, 2 * _MOST_SPLITS, slots)) == 1:
+        return 1
+    return torch.sym_max(1, torch.sym_min(wanted, blocks // 2))
+
+
+def whole_waves(programs: int, slots: int) -> int:
+    """:func:`count_splits` as arithmetic, for as many blocks as one likes.
+
+    ``n`` parts that fit into ``w`` waves, of which one more would not, leave less than ``programs / (w * slots)`` of the
+    processors without work; with ``w > 6 * programs / slots`` less than a sixth. There is one part where four fifths have work
+    without cutting.
+    """
+    waves = 1 + programs * 6 // slots
+    idle = 1 - torch.sym_min(1, programs * 5 // (slots * 4))
+    return torch.sym_max(1, torch.sym_min(waves * slots // programs * idle, min(_MOST_SPLITS, slots)))
 
 
 @functools.cache
-def _count_splits(programs: int, blocks: int, slots: int) -> int:
+def _best_splits(programs: int, blocks: int, slots: int) -> int:
     if programs * 5 >= slots * 4 or blocks <= 2:
         return 1
-    most = min(128, max(1, blocks // 2), max(1, slots))
+    most = min(_MOST_SPLITS, max(1, blocks // 2), max(1, slots))
 
     def efficiency(splits: int) -> float:
         waves = programs * splits / slots
@@ -167,14 +178,10 @@ def _attention(
     tokens: int,
     block_table: Tensor | None,
     length: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
+    options: Options,
     use_length: bool,
 ) -> Tensor:
+    mask, causal, scale, window, softcap, sinks = options
     batch, heads, queries, dim = query.shape
     kv_heads = key_store[0].shape[1]
     out = query.new_empty((batch, heads, queries, value_dim))
@@ -185,17 +192,14 @@ def _attention(
     group = heads // kv_heads
     rows = group * queries
     if rows >= _DENSE_ROWS and query.dtype is not torch.float32 and not (key.lossless and value.lossless):
+        filled = length if use_length else None
         keys, values = (
-            [
-                dense(store, spec, query.dtype, width, block_table=block_table, length=length, saturate=True),
-                length,
-            ]
+            [dense(store, spec, query.dtype, width, block_table=block_table, length=filled), length]
             for store, spec, width in ((key_store, key, dim), (value_store, value, value_dim))
         )
         return _attention(
-            query, keys, values, _PLAIN, _PLAIN, value_dim, tokens, None,
-            length, mask, causal, scale, window, softcap, sinks, use_length,
-        )  # fmt: skip
+            query, keys, values, _PLAIN, _PLAIN, value_dim, tokens, None, length, options, use_length
+        )
     key_compute = _computed_in(key, key_store, query.dtype)
     value_compute = _computed_in(value, value_store, query.dtype)
     kind = "decode" if rows <= _DECODE_ROWS else "prefill"
@@ -210,11 +214,14 @@ def _attention(
         slots = config.get("slots", 2) * processors(query.device)
         splits = count_splits(batch * kv_heads * row_blocks, -(-tokens // block_n), slots)
     turns = value.rotation if value.folds_rotation else 0
-    parted = splits > 1 or turns > 0
+    # A number that the graph finds out may be one, which needs no merging but comes through it.
+    parted = type(splits) is not int or splits > 1 or turns > 0
     parts, states = out, out
     if parted:
-        parts = out.new_empty((batch, heads, queries, splits, value_dim), dtype=torch.float32)
-        states = out.new_empty((batch, heads, queries, splits, 2), dtype=torch.float32)
+        # In one axis, since several of which one might have one element would bind the graph to whether it has.
+        pieces = batch * heads * queries * splits
+        parts = out.new_empty(pieces * value_dim, dtype=torch.float32)
+        states = out.new_empty(pieces * 2, dtype=torch.float32)
 
     exact_query = query.dtype is torch.float16
     if key.folds_rotation:
@@ -274,7 +281,7 @@ def _attention(
         VUNIFORM=_is_uniform(value, value_compute, value_store),
         QNORM=int(not exact_query),
         SPLIT=int(parted),
-        LEAST=1 if splits == 1 else 2,
+        LEAST=2 if parted else 1,
         ASM=int(where[0] == "cuda"),
         NATIVE=int(where[0] == "cuda" and where[1] >= 89),
         BM=block_m,

@@ -66,8 +66,11 @@ def config_for(
         ``block_m`` query rows and ``block_n`` tokens of a tile, ``num_warps``, ``num_stages``; where it was measured also
         ``slots``, the programs for each multiprocessor that splits are to make.
     """
-    # Only decoding looks at the rows, and a size that is symbolic becomes known by being looked at.
-    rows = int(group) if kind == "decode" else 0
+    # Only decoding looks at the rows. Of a graph that serves many numbers of them only the size of the tile is asked, which
+    # bounds them, and not the number, to which the graph would be bound.
+    rows = 0
+    if kind == "decode":
+        rows = group if type(group) is int else next(n for n in (16, 32, 64) if n == 64 or group <= n)
     wide = dtype is torch.float32
     return dict(_chosen(kind, spec_key, spec_value, int(head_dim), rows, wide, capability))
 
@@ -157,7 +160,7 @@ def rule_for(
             block_n = 16
         # What a thread holds grows with all three.
         block_n = max(16, block_n * 128 // max(128, padded(head_dim)) * 16 // min(block_m, 32))
-        warps = 8 if effort == 4 else 4
+        warps = 8 if effort == 4 and (wide or spec_key.rotation) else 4
         return {"block_m": block_m, "block_n": block_n, "num_warps": warps, "num_stages": stages}
     if wide:
         return {"block_m": 16, "block_n": 16, "num_warps": 4, "num_stages": 1}

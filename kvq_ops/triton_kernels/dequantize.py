@@ -12,8 +12,11 @@ from torch import Tensor
 from ..formats import Format
 from .configs import config_for, padded, target
 from .launching import callable_of
+from .rotary import turn_steps
+from .rows import find_rows
+from .sides import CHANNELS_AT, MINIMUM_AT, side_args
 from .spec import Spec, spec_of
-from .tiles import find_rows, load_any, side_args
+from .tiles import load_any
 
 __all__ = ["dense", "dequantize"]
 
@@ -24,40 +27,43 @@ def dequantize_kernel(
     codes, c_b, c_h, c_t, scale, s_b, s_h, s_t, outer, minimum, m_b, m_h, m_t, zero, z_h, codebook, inv_freq,
     position, p_b, p_t, index, i_b, i_h, i_t, value, v_b, v_h, v_t, recent, r_b, r_h, r_t, first, f_b, f_h, f_t,
     coded, held, block_table, t_b, t_n, length, heads, tokens, window, first_tokens,
-    PAGE: tl.constexpr, SATURATE: tl.constexpr, SPEC: tl.constexpr, DIM: tl.constexpr, DT: tl.constexpr,
+    PAGE: tl.constexpr, LENGTH: tl.constexpr, LARGEST: tl.constexpr, SPEC: tl.constexpr, DIM: tl.constexpr, DT: tl.constexpr,
     ASM: tl.constexpr, NATIVE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``BN`` tokens of one row and head to ``out [B, H, T, D]``, contiguous.
 
-    With ``PAGE`` a row is a sequence of ``block_table``, and nothing is written from its length on. ``SATURATE`` is the largest
-    number that is written, if not 0.
+    With ``PAGE`` a row is a sequence of ``block_table``; with ``LENGTH`` nothing is written from its length on. ``LARGEST`` is
+    the largest number of ``out``, which is written in place of infinity.
     """
-    side = (
-        codes, c_b, c_h, c_t, scale, s_b, s_h, s_t, outer, minimum, m_b, m_h, m_t, zero, z_h, codebook, inv_freq,
-        position, p_b, p_t, index, i_b, i_h, i_t, value, v_b, v_h, v_t, recent, r_b, r_h, r_t, first, f_b, f_h, f_t,
-        coded, held,
-    )  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BN
     head = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
+    turns = turn_steps(inv_freq, scale + head * s_h, minimum + head * m_h, codebook, DIM, DT, SPEC)
+    side = (
+        (codes, c_b, c_h, c_t), (scale, s_b, s_h, s_t), outer, (minimum, m_b, m_h, m_t), (zero, z_h), codebook, turns,
+        (position, p_b, 0, p_t), (index, i_b, i_h, i_t), (value, v_b, v_h, v_t), (recent, r_b, r_h, r_t),
+        (first, f_b, f_h, f_t), coded, held,
+    )  # fmt: skip
     n = tl.arange(0, BN).to(tl.int64)
     channel = tl.arange(0, DT)
-    live = start + n < tokens
-    if PAGE:
-        live = live & (start + n < tl.load(length + b).to(tl.int64))
+    end = tl.full((), 0, tl.int64) + tokens
+    if LENGTH:
+        end = tl.minimum(tl.load(length + b).to(tl.int64), end)
     SCATTERED: tl.constexpr = PAGE != 0
-    row, slot, rel = find_rows(block_table, t_b, t_n, b, start, n, live, PAGE, BN, SCATTERED)
-    numbers, factor, low = load_any(
-        side, row, head, slot, rel, live, window, first_tokens, DIM, DT, BN, SPEC, 0, ASM, NATIVE, SCATTERED, False
-    )  # fmt: skip
-    x = numbers * factor[:, None]
-    LOW: tl.constexpr = ((SPEC >> 11) & 1) and ((SPEC >> 28) & 2047) == 0
-    if LOW:
-        x += low[:, None]
-    if SATURATE != 0:
-        x = tl.where(x > SATURATE, SATURATE, tl.where(x < -SATURATE, -SATURATE, x))
-    at = out + ((b * heads + head) * tokens + start) * DIM + (n * DIM)[:, None] + channel[None, :]
-    tl.store(at, x.to(out.dtype.element_ty), mask=live[:, None] & (channel < DIM)[None, :])
+    tile: tl.constexpr = (DIM, DT, BN, SPEC, 0, ASM, NATIVE, SCATTERED)
+    if start < end:
+        live = start + n < end
+        row, slot, rel = find_rows(block_table, t_b, t_n, b, start, n, live, PAGE, SCATTERED)
+        numbers, factor, low = load_any(
+            side, (row, head, slot, rel, live), window, first_tokens, tile, False
+        )  # fmt: skip
+        x = numbers * factor[:, None]
+        LOW: tl.constexpr = ((SPEC >> MINIMUM_AT.value) & 1) and ((SPEC >> CHANNELS_AT.value) & 2047) == 0
+        if LOW:
+            x += low[:, None]
+        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+        at = out + ((b * heads + head) * tokens + start) * DIM + (n * DIM)[:, None] + channel[None, :]
+        tl.store(at, x.to(out.dtype.element_ty), mask=live[:, None] & (channel < DIM)[None, :])
 
 
 def dequantize(store: Sequence[Tensor], fmt: Format, dtype: torch.dtype) -> Tensor:
@@ -69,7 +75,7 @@ def dequantize(store: Sequence[Tensor], fmt: Format, dtype: torch.dtype) -> Tens
         return store[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
     spec = spec_of(fmt)
     assert isinstance(spec, Spec), spec
-    return dense(store, spec, dtype, fmt.logical_shape(store)[3], saturate=True)
+    return dense(store, spec, dtype, fmt.logical_shape(store)[3])
 
 
 def dense(
@@ -80,12 +86,9 @@ def dense(
     *,
     block_table: Tensor | None = None,
     length: Tensor | None = None,
-    saturate: bool = False,
 ) -> Tensor:
-    """The same of a format in numbers; of a pool of pages the sequences of a table, as far as their lengths go.
-
-    Args:
-        saturate: give the largest number of ``dtype`` in place of infinity.
+    """The same of a format in numbers; of a pool of pages the sequences of a table. As far as lengths go, if there are any: what
+    lies beyond is not written.
     """
     batch, heads, tokens = store[0].shape[:3]
     page = 0
@@ -109,7 +112,8 @@ def dense(
         spec.window,
         spec.sinks,
         PAGE=page,
-        SATURATE=torch.finfo(dtype).max if saturate else 0.0,
+        LENGTH=int(length is not None),
+        LARGEST=torch.finfo(dtype).max,
         SPEC=packed,
         DIM=dim,
         DT=padded(dim),

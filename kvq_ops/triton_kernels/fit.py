@@ -76,20 +76,13 @@ def fit_static(
             # Heads that share the scale, as if there were no others.
             b, h, i = pair(r, count, shared)
             live = r < rows
-            given = i.to(tl.int64)
-            held = given
-            coded = given
-            if WINDOWED:
-                given = tl.load(POSITION + b.to(tl.int64) * position_b, mask=live, other=0).to(tl.int64)
-                held = tl.load(LENGTH + b.to(tl.int64) * length_b, mask=live, other=0)
-                coded = tl.load(CODED + b.to(tl.int64) * coded_b, mask=live, other=0)
-            elif HAS_POSITION:
-                at = b.to(tl.int64) * position_b + i.to(tl.int64) * position_t
-                given = tl.load(POSITION + at, mask=live, other=-1).to(tl.int64)
-            position, start, live = settle(
-                i, live, given, held, coded, limit, appended, WINDOWED, RECENT, 1, WINDOWED
-            )  # fmt: skip
             to = b.to(tl.int64)
+            given = tl.load(POSITION + to * position_b + i.to(tl.int64) * position_t, mask=live, other=-1)
+            held = tl.load(LENGTH + to * length_b, mask=live, other=0)
+            coded = tl.load(CODED + to * coded_b, mask=live, other=0)
+            position, start, live = settle(
+                i, live, given, held, coded, limit, appended, HAS_POSITION, WINDOWED, RECENT, 1, WINDOWED
+            )  # fmt: skip
             if PAGED:
                 at = to * table_b + (position // capacity) * table_n
                 to = tl.load(TABLE + at, mask=live, other=-1).to(tl.int64)
@@ -184,10 +177,10 @@ def fit(
     width = numbers["WIDTH"]
     rows = batch * heads // scales * count
     size = tile_rows(width)
-    tiles = triton.cdiv(rows, size)
+    tiles = -(-rows // size)
     # A few tiles for each program, and no more programs than one block can gather.
-    steps = max(4, triton.cdiv(tiles, 1024))
-    parts = triton.cdiv(tiles, steps)
+    steps = torch.sym_max(4, -(-tiles // 1024))
+    parts = -(-tiles // steps)
     part = x.new_empty((scales, parts, 2), dtype=torch.float32)
     rule = {
         key: value

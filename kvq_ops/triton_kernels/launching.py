@@ -1,4 +1,9 @@
-"""How kernels are started: at once on tensors with memory, as nodes of the graph while a graph is traced."""
+"""How kernels are started: at once on tensors with memory, as nodes of the graph while a graph is traced.
+
+A graph that is to serve many sizes is traced with symbols for them. To compare one binds the graph to the answer, and to ask for
+its ``int(...)`` to that number, so that the next size is compiled for again. Launchers therefore keep sizes in arithmetic
+(``torch.sym_min``, ``-(-a // b)``), and compare only what decides how the work is done.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["callable_of", "is_tracing", "tracing"]
+__all__ = ["callable_of", "is_tracing", "known_multiple", "tracing"]
 
 _state = threading.local()
 
@@ -38,3 +43,12 @@ def callable_of(kernel: Any) -> Any:
     ``torch.library.wrap_triton(kernel)``.
     """
     return torch.library.wrap_triton(kernel) if is_tracing() else kernel
+
+
+def known_multiple(size: int, of: int) -> bool:
+    """Whether ``size`` is a multiple of ``of``, whatever its symbols stand for."""
+    if type(size) is int:
+        return size % of == 0
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(size % of == 0)

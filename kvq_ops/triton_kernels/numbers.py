@@ -21,14 +21,17 @@ __all__ = [
     "e5m2_half",
     "hadamard",
     "hadamard_matrix",
+    "look_up",
     "nibbles_half",
     "normal_entry",
     "normal_half",
     "power_below",
     "quarters_half",
     "signed_byte_half",
+    "threes_half",
     "weave4",
     "weave8",
+    "whole_half",
 ]
 
 # Four bytes in, two registers of two fp16 each out: bytes spread over halves under 0x64 are 1024 + n.
@@ -106,6 +109,64 @@ def _normal_asm() -> str:
 
 
 _NORMAL_ASM = tl.constexpr(_normal_asm())
+
+# Two words of eight 3-bit codes in, eight registers out: code 0 of either word, code 1, ... Those that lie further up in the
+# mantissa of 1024 count 8, 64 or 128 times.
+_THREES_ASM = tl.constexpr(
+    "{ .reg .b32 v, x, c, f; prmt.b32 v, $8, $9, 0x5410; prmt.b32 x, $8, $9, 0x6521;"
+    " lop3.b32 $0, v, 0x00070007, 0x64006400, 0xea; lop3.b32 $1, v, 0x00380038, 0x64006400, 0xea;"
+    " lop3.b32 $2, v, 0x01c001c0, 0x64006400, 0xea; lop3.b32 $5, x, 0x03800380, 0x64006400, 0xea;"
+    " shr.u32 v, v, 9; lop3.b32 $3, v, 0x00070007, 0x64006400, 0xea; lop3.b32 $4, v, 0x00380038, 0x64006400, 0xea;"
+    " shr.u32 x, x, 10; lop3.b32 $6, x, 0x00070007, 0x64006400, 0xea; lop3.b32 $7, x, 0x00380038, 0x64006400, 0xea;"
+    " mov.b32 c, 0xE400E400; add.rn.f16x2 $0, $0, c; add.rn.f16x2 $3, $3, c; add.rn.f16x2 $6, $6, c;"
+    " mov.b32 f, 0x30003000; mov.b32 c, 0xD800D800; fma.rn.f16x2 $1, $1, f, c; fma.rn.f16x2 $4, $4, f, c;"
+    " fma.rn.f16x2 $7, $7, f, c; mov.b32 f, 0x24002400; mov.b32 c, 0xCC00CC00; fma.rn.f16x2 $2, $2, f, c;"
+    " mov.b32 f, 0x20002000; mov.b32 c, 0xC800C800; fma.rn.f16x2 $5, $5, f, c; }"
+)
+
+
+def _threes_asm(entries: tuple[float, ...]) -> str:
+    """Two words of eight 3-bit codes in, eight registers out: entries for code 0 of either word, for code 1, ...
+
+    A selector of prmt has four bits for each byte; two codes of each word at a time are moved there. Shifts are those that bring
+    code ``k`` of the first word, of the second, and codes ``k + 1`` to bits 0, 4, 8 and 12.
+    """
+    halves = [struct.pack("<e", entry) for entry in entries]
+    low, high = (
+        [
+            f"0x{int.from_bytes(bytes(half[byte] for half in part), 'little'):08x}"
+            for part in (halves[:4], halves[4:])
+        ]
+        for byte in (0, 1)
+    )
+    text = "{ .reg .b32 v, s, t, l, h;"
+    for first, bits, shifts in (
+        (0, "0x5410", (0, 12, -5, 7)),
+        (2, "", (6, 18, 1, 13)),
+        (4, "0x6521", (4, 16, -1, 11)),
+        (6, "", (10, 22, 5, 17)),
+    ):
+        if bits:
+            text += f" prmt.b32 v, $8, $9, {bits};"
+        for at, shift in enumerate(shifts):
+            moved = f"shl.b32 t, v, {-shift};" if shift < 0 else f"shr.u32 t, v, {shift};"
+            text += f" {moved} and.b32 t, t, 0x{7 << 4 * at:x};"
+            text += " mov.b32 s, t;" if at == 0 else " or.b32 s, s, t;"
+        text += (
+            f" mov.b32 t, {low[0]}; prmt.b32 l, t, {low[1]}, s; mov.b32 t, {high[0]}; prmt.b32 h, t, {high[1]}, s;"
+            f" prmt.b32 ${first}, l, h, 0x5140; prmt.b32 ${first + 1}, l, h, 0x7362;"
+        )
+    return text + " }"
+
+
+_UPPER_THREES = (0.24509417894422167, 0.7560052812058773, 1.3439092785049998, 2.1519457045369874)
+_NORMAL_THREES_ASM = tl.constexpr(
+    _threes_asm(tuple(-entry for entry in reversed(_UPPER_THREES)) + _UPPER_THREES)
+)
+# Turns as signed numbers lie within half a turn of zero, where the instructions are good to 2**-20.9.
+_CIRCLE_ASM = tl.constexpr(
+    "{ .reg .f32 a; cvt.rn.f32.s32 a, $2; mul.f32 a, a, 0f30C90FDB; sin.approx.f32 $0, a; cos.approx.f32 $1, a; }"
+)
 
 
 @triton.jit
@@ -239,6 +300,46 @@ def normal_half(b):
 
 
 @triton.jit
+def threes_half(w, NORMALS: tl.constexpr):
+    """The eight 3-bit codes of words, or with ``NORMALS`` what they stand for in that table, as fp16. PTX only."""
+    return tl.inline_asm_elementwise(
+        _NORMAL_THREES_ASM if NORMALS else _THREES_ASM,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+        [w],
+        dtype=(
+            tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16
+        ),
+        is_pure=True,
+        pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def whole_half(code, zero):
+    """Whole numbers ``code - zero`` of ``code`` 0..255 as fp16; there are few converters, and many adders."""
+    return (code | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True) - (
+        tl.full((), 1024, tl.int32) + zero
+    ).to(tl.float16)
+
+
+@triton.jit
+def look_up(table, entry, ASM: tl.constexpr):
+    """Entries of a small table in memory."""
+    if ASM and table.dtype.element_ty == tl.float32:
+        # A compiler that saw a load here would load these ahead, into shared memory, and not the codes that they hang on.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 a; mad.wide.u32 a, $1, 4, $2; ld.global.nc.f32 $0, [a]; }",
+            "=f,r,l",
+            [entry, table.to(tl.uint64)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.load(table + entry)
+
+
+@triton.jit
 def weave4(a, b, c, d):
     """Four ``[R, C]`` as ``[R, 4 C]``: a0 b0 c0 d0 a1 ..."""
     return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
@@ -292,26 +393,34 @@ def channel_signs(channel):
 
 
 @triton.jit
-def circle(turns):
-    """fp32 sine and cosine of ``turns`` (uint32) times ``2 pi / 2**32``, within 1e-7."""
-    quarter = (turns + 0x20000000) >> 30
-    rest = (turns - (quarter << 30)).to(tl.int32, bitcast=True)
-    a = rest.to(tl.float32) * 1.4629180792671596e-09
-    z = a * a
-    sine = a * (
-        1.0
-        + z
-        * (-0.16666666666666666 + z * (0.008333333333333333 + z * (-0.0001984126984126984 + z * 2.7557e-06)))
-    )
-    cosine = 1.0 + z * (
-        -0.5
-        + z
-        * (
-            0.041666666666666664
-            + z * (-0.001388888888888889 + z * (2.48015873015873e-05 + z * -2.755731922398589e-07))
+def circle(turns, FAST: tl.constexpr):
+    """fp32 sine and cosine of ``turns`` (uint32) times ``2 pi / 2**32``: within 1e-7, or with ``FAST``, in PTX, 2**-20."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            _CIRCLE_ASM, "=f,=f,r", [turns], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
         )
-    )
-    swapped = (quarter & 1) != 0
-    s = tl.where(swapped, cosine, sine)
-    c = tl.where(swapped, sine, cosine)
-    return tl.where((quarter & 2) != 0, -s, s), tl.where(((quarter + 1) & 2) != 0, -c, c)
+    else:
+        quarter = (turns + 0x20000000) >> 30
+        rest = (turns - (quarter << 30)).to(tl.int32, bitcast=True)
+        a = rest.to(tl.float32) * 1.4629180792671596e-09
+        z = a * a
+        sine = a * (
+            1.0
+            + z
+            * (
+                -0.16666666666666666
+                + z * (0.008333333333333333 + z * (-0.0001984126984126984 + z * 2.7557e-06))
+            )
+        )
+        cosine = 1.0 + z * (
+            -0.5
+            + z
+            * (
+                0.041666666666666664
+                + z * (-0.001388888888888889 + z * (2.48015873015873e-05 + z * -2.755731922398589e-07))
+            )
+        )
+        swapped = (quarter & 1) != 0
+        s = tl.where(swapped, cosine, sine)
+        c = tl.where(swapped, sine, cosine)
+        return tl.where((quarter & 2) != 0, -s, s), tl.where(((quarter + 1) & 2) != 0, -c, c)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_numbers", "pair", "settle", "window_row"]
+__all__ = ["load_numbers", "pair", "settle", "spread", "window_row"]
 
 
 @triton.jit
@@ -35,6 +35,15 @@ def pair(r, count, heads):
 
 
 @triton.jit
+def spread(x, ROWS: tl.constexpr, EACH: tl.constexpr):
+    """A number of each of ``ROWS`` rows, ``EACH`` times."""
+    if EACH == 1:
+        return x
+    else:
+        return tl.reshape(tl.broadcast_to(x[:, None], (ROWS, EACH)), (ROWS * EACH,))
+
+
+@triton.jit
 def settle(
     i,
     live,
@@ -43,6 +52,7 @@ def settle(
     coded,
     limit,
     appended,
+    HAS_POSITION: tl.constexpr,
     WINDOWED: tl.constexpr,
     RECENT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -50,20 +60,23 @@ def settle(
 ):
     """Where tokens ``i`` of rows go.
 
-    This takes what kernels load rather than pointers. Compilers of graphs find what a kernel writes by going from the addresses
-    it stores to back to its arguments: they stop at a load, but go through a call to all that it takes.
+    This takes what kernels load rather than pointers, so that each kernel has the same three loads. torch finds what a kernel
+    writes by going from the addresses it stores to back to its arguments: it stops at a load, but at a call it goes on to all
+    that is passed, and never looks at what the function makes of it. A function that loaded positions would have them, the
+    table and the counts copied at each launch, as if they were written. Loads whose result is not used are compiled away.
 
     Args:
-        given: position of each token; behind a window that of the first.
+        given: position of each token, any integers; behind a window that of the first.
         held, coded: as for :func:`window_row`.
         limit: tokens that a row has room for.
         appended: tokens of ``x``.
+        HAS_POSITION: otherwise token ``i`` goes to slot ``i``.
         KNOWN: behind a window, all tokens that are not coded yet, and not only those that have become old.
 
     Returns:
         position, start of ``x`` behind a window, and whether the token is written.
     """
-    position = given.to(tl.int64)
+    position = (given if HAS_POSITION else i).to(tl.int64)
     start = position * 0
     if WINDOWED:
         start, reopened, target = window_row(given, held, coded, appended, RECENT, GROUP)

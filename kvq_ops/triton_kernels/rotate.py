@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .launching import callable_of
 from .numbers import channel_signs, hadamard
-from .tiles import rotation_log
+from .sides import rotation_log
 
 __all__ = ["rotated"]
 

@@ -203,6 +203,8 @@ def spec_of(fmt: Format) -> Spec | str:
             return f"no kernel for a static scale of codec {row.codec!r}"
         if tokens > 1 and (channels != 1 or not fmt.windowed):
             return "no kernel for groups of tokens other than one channel's, behind a window"
+        if tokens > 1 and rule not in (SYMMETRIC, ASYMMETRIC):
+            return f"no kernel codes groups of tokens by the rule of codec {row.codec!r}: integers are served there"
     elif code != EXACT:
         return "no kernel for codes without a scale"
     if row.token_group != tokens:

@@ -149,13 +149,13 @@ def prepare_rows(
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b, h, i = pair(r, count, heads)
     live = r < rows
-    given = tl.load(POSITION + b.to(tl.int64) * position_b, mask=live, other=0).to(tl.int64)
-    held = tl.load(LENGTH + b.to(tl.int64) * length_b, mask=live, other=0)
-    coded = tl.load(CODED + b.to(tl.int64) * coded_b, mask=live, other=0)
-    position, start, live = settle(
-        i, live, given, held, coded, capacity, appended, True, RECENT, GROUP, False
-    )  # fmt: skip
     to = b.to(tl.int64)
+    given = tl.load(POSITION + to * position_b, mask=live, other=0)
+    held = tl.load(LENGTH + to * length_b, mask=live, other=0)
+    coded = tl.load(CODED + to * coded_b, mask=live, other=0)
+    position, start, live = settle(
+        i, live, given, held, coded, capacity, appended, True, True, RECENT, GROUP, False
+    )  # fmt: skip
     slot = position
     x = prepared(
         b, h, i, position, start, live, X, x_b, x_h, x_t, x_d, RING, ring_b, ring_h, ring_t, ring_d,
@@ -307,7 +307,7 @@ def append_window(store: Sequence[Tensor], position: Tensor, x: Tensor, spec: Sp
     """Append ``x [B, H, N, D]`` at ``position``, of which the first of each row counts: the others follow it."""
     group, appended, capacity = spec.scale_tokens, x.shape[2], store[0].shape[2]
     # All tokens that can possibly become old now.
-    most = min(-(-appended // group), capacity // group) * group
+    most = torch.sym_min(-(-appended // group), capacity // group) * group
     if group > 1:
         _code_groups(store, position, x, spec, most)
     elif most:
@@ -376,7 +376,7 @@ def _code_groups(store: Sequence[Tensor], position: Tensor, x: Tensor, spec: Spe
 
 def _keep(store: Sequence[Tensor], position: Tensor, x: Tensor, spec: Spec) -> None:
     batch, heads, appended, dim = x.shape
-    kept = min(appended, spec.window)
+    kept = torch.sym_min(appended, spec.window)
     rows = batch * heads * (kept + spec.sinks)
     width = max(8, power(dim))
     size = rows_of_a_program(rows, width)

@@ -126,13 +126,14 @@ def test_decoding_equals_the_oracle(implementation: str, name: str) -> None:
                 want = checks.decoded(fmt, store)
                 largest = torch.finfo(dtype).max
                 want = torch.from_numpy(np.clip(want, -largest, largest).astype(F32)).to(dtype)
-                if implementation == "triton" and not torch.equal(got, want):
-                    if fmt.rotation:
-                        pytest.skip(
-                            "another order of sums: held to 2**-21 by tests/triton/test_dequantize.py"
-                        )
-                    if kind == "huge" and name in ("nvfp4", "mxfp4"):
-                        pytest.xfail("open: e2m1 codes at the edge of fp32's range")
+                if implementation == "triton" and fmt.rotation:
+                    # Another order of sums, and one rounding of the result.
+                    unit = 2.0**-21 + (torch.finfo(dtype).eps if dtype is not torch.float32 else 0.0)
+                    size = want.float().abs().amax(-1, keepdim=True)
+                    assert got.dtype == dtype and ((got.float() - want.float()).abs() <= unit * size).all(), (
+                        kind
+                    )
+                    continue
                 assert got.dtype == dtype and torch.equal(got, want), f"{kind} D={head_dim} {dtype}"
 
 

@@ -421,6 +421,11 @@ def test_an_implementation_that_cannot_serve_says_why() -> None:
                 attend(store)
             assert_good_message(caught.value)
             assert_survives_pickling(caught.value)
+            # What is allowed is what would serve this, not every name there is.
+            allowed = (
+                str(caught.value).partition("allowed:")[2].partition("\n")[0].replace(" ", "").split(",")
+            )
+            assert "torch" in allowed and not {"elsewhere", "cutlass"} & set(allowed)
             with pytest.raises(
                 errors.ImplementationError, match="no implementation of that name for this operator"
             ):
@@ -429,6 +434,39 @@ def test_an_implementation_that_cannot_serve_says_why() -> None:
     finally:
         registry._implementations["attention"].remove(row)
         registry._choices.clear()
+
+
+@pytest.mark.parametrize(
+    ("op", "formats", "options", "reason"),
+    [
+        ("paged_attention", ("kivi4_keys", "kivi4_values"), {}, "code each token by itself"),
+        ("paged_append_", ("int8_per_token_head+recent4",), {}, "code each token by itself"),
+        ("attention", ("int4_group32", "fp8_e4m3"), {"head_dim": 33}, "positive multiples of 2"),
+        ("quantize", ("mxfp8",), {"head_dim": 0}, "positive multiples of 1"),
+        ("attention", ("none", "none"), {"dtype": torch.float64}, "takes float32, float16, bfloat16"),
+        ("dequantize", ("none",), {"dtype": torch.int32}, "takes float32, float16, bfloat16"),
+        ("dequantize", ("none",), {"dtype": torch.float64}, None),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_explain_chooses_nobody_for_what_the_operator_refuses(
+    device: str, op: str, formats: tuple[str, ...], options: dict[str, Any], reason: str | None
+) -> None:
+    _, *lines = registry.explain(op, *formats, device=device, **options).splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == [
+        row.name for row in registry.implementations(op)
+    ]
+    if reason is None:
+        assert sum("chosen" in line for line in lines) == 1
+    else:
+        assert all("rejected" in line and reason in line for line in lines)
+
+
+def test_explain_wants_a_format_for_each_store() -> None:
+    for op, formats in (("quantize", (NAME, NAME)), ("attention", ()), ("attention", (NAME,) * 3)):
+        with pytest.raises(errors.ImplementationError) as caught:
+            registry.explain(op, *formats)
+        assert_good_message(caught.value)
 
 
 @pytest.mark.parametrize("name", LISTED)
