@@ -15,14 +15,14 @@ from .attention_kernel import (
     Shape,
     Side,
     blocks_of,
+    carveout,
     shared_bytes,
     stretch_kernel,
 )
-from .blocks import view
+from .blocks import Index, view
 from .build import stream
-from .coding import CODINGS
+from .coding import CODINGS, scale_octets
 from .merge import MergeNumbers, merge_kernel
-from .quantize import Index
 
 __all__ = ["attend", "make_attention"]
 
@@ -80,7 +80,7 @@ def attend(
         block=(THREADS, 1, 1),
         smem=shared_bytes(shape.head_dim),
         min_blocks_per_mp=blocks_of(shape),
-        preferred_smem_carveout=50,
+        preferred_smem_carveout=carveout(shape),
         stream=stream,
     )
     merge_kernel(
@@ -98,11 +98,12 @@ def attend(
 def _side(coding: str, dim: int, target: str):
     """Stand-ins for codes, scales and static scale of keys or values."""
     row = CODINGS[coding]
-    octets = min(16, dim * row.bits // 32)
+    octets = row.lane_octets(dim)
     codes = blocks.tensor(Uint8, 4, target, multiple=octets, align=octets)
     scales = static = None
     if row.scale_bytes:
-        scales = blocks.tensor(Uint8, 4, target, multiple=dim // 16, align=min(16, dim // 16))
+        octets = scale_octets(dim)
+        scales = blocks.tensor(Uint8, 4, target, multiple=octets, align=octets)
     elif row.scale == "token":
         scales = blocks.tensor(Float32, 3, target, last=False)
     if row.fitted:

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from kvq_ops.errors import ImplementationError
 from kvq_ops.formats import Format
+from kvq_ops.options import Options
 from kvq_ops.registry import Request, implementations
 
 from . import build
-from .build import Kernel, Made
-from .coding import Coding, coding_of
+from .build import Kernel, aligned
+from .coding import Coding, coding_of, scale_octets
 
 __all__ = ["ATTENTION", "HEAD_DIMS", "MAX_ROWS", "Plan", "attention", "paged_attention", "plan", "refuses"]
 
@@ -35,17 +36,12 @@ MAX_ROWS = 64
 
 ROWS, STEP = 16, 64
 """Rows of a CTA; tokens that its four warps take at once."""
+_MOST_CTAS = 65535  # along the second and third axis of a grid, by CUDA
 _KINDS = ("nvfp4", "fp8_token", "fp8_head", "fp8_tensor")
 _LOG2E = math.log2(math.e)
 # Partial results for each row are at most so many: beyond it, putting them together costs more than it brings.
 _MOST_SPLITS = 64
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
-def _make(target: str, **shape: Any) -> Made:
-    from .attend import make_attention
-
-    return make_attention(target, **shape)
 
 
 # Shape classes. Batch, heads, tokens, rows and splits are not in them.
@@ -56,7 +52,7 @@ def _make(target: str, **shape: Any) -> Made:
 #   table, length          None, "int32" or "int64"
 #   mask                   "", "bool" or "float" (fp32)
 #   causal, window, softcap, sinks   whether there are such
-ATTENTION = Kernel("attention", _make)
+ATTENTION = Kernel("attention", f"{__package__}.attend:make_attention")
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,10 @@ def why_not_formats(fmts: Sequence[Format], head_dims: Sequence[int]) -> str | N
         if isinstance(coding, str):
             return coding
         if coding.name not in _KINDS:
-            return f"format {fmt.name}: attention serves nvfp4 and the fp8 formats of e4m3 codes"
+            return (
+                f"format {fmt.name}: its scales go up to 2^127, beyond the fp16 that tensor cores multiply in here; attention "
+                "serves nvfp4 and the fp8 formats of e4m3 codes"
+            )
         if head_dim not in HEAD_DIMS:
             return f"head_dim {head_dim}: {', '.join(map(str, HEAD_DIMS))} are served"
     return None
@@ -127,26 +126,23 @@ def _rows(query: Tensor, heads: int) -> int:
     return query.shape[1] // heads * query.shape[2]
 
 
+def _fits_grid(query: Tensor, heads: int) -> bool:
+    rows = _rows(query, heads)
+    return rows <= MAX_ROWS and max(query.shape[0], heads * -(-rows // ROWS)) <= _MOST_CTAS
+
+
 def _within_words(store: Sequence[Tensor], fmt: Format) -> bool:
     """Whether the tokens of a head, or of a page, lie within the 4 GB that offsets of one word reach."""
     planes = (tensor for plane, tensor in zip(fmt.planes, store, strict=True) if plane.per_token)
     return all(plane.shape[2] * plane.stride(2) < 1 << 32 for plane in planes)
 
 
-def _aligned(plane: Tensor, octets: int) -> Tensor:
-    """The plane, or a copy if its vectors do not start at multiples of ``octets`` bytes or have gaps."""
-    size = plane.element_size()
-    fits = plane.stride(-1) == 1 and plane.data_ptr() % octets == 0
-    fits = fits and all(step * size % octets == 0 for step in plane.stride()[:-1])
-    return plane if fits else plane.clone(memory_format=torch.contiguous_format)
-
-
 def _side(store: Sequence[Tensor], fmt: Format, coding: Coding, dim: int) -> dict[str, Tensor | None]:
     """Codes, scales of blocks or tokens, and scales that span tokens."""
-    codes = _aligned(store[0], min(16, dim * coding.bits // 32))
+    codes = aligned(store[0], coding.lane_octets(dim))
     scales = static = None
     if coding.scale_bytes:
-        scales = _aligned(store[1], 2 if dim >= 128 else 1)
+        scales = aligned(store[1], scale_octets(dim))
     elif coding.scale == "token":
         scales = store[1]
     if fmt.static_planes:
@@ -179,13 +175,8 @@ def plan(
     *,
     table: Tensor | None = None,
     length: Tensor | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     splits: int | None = None,
+    **given: Any,
 ) -> Plan:
     """What a call launches, without launching it. The arguments were checked by the operator.
 
@@ -193,7 +184,9 @@ def plan(
         table: ``[B, N]`` for pages.
         length: ``[B]``, or None for all the room there is.
         splits: stretches of each sequence; chosen by default.
+        given: ``Options``.
     """
+    mask, causal, scale, window, softcap, sinks = Options(**given)
     codings = coding_of(key_format), coding_of(value_format)
     assert isinstance(codings[0], Coding) and isinstance(codings[1], Coding), codings
     batch, query_heads, queries, head_dim = query.shape
@@ -204,7 +197,7 @@ def plan(
     if splits is None:
         splits = _splits(query, heads, tokens, STEP)
     scale = head_dim**-0.5 if scale is None else scale
-    query = _aligned(query, 4 * query.element_size())
+    query = aligned(query, 4 * query.element_size())
     if mask is not None:
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask.float()
         mask = mask.expand(batch, query_heads, queries, tokens)
@@ -244,7 +237,8 @@ def plan(
         "group": query_heads // heads,
         "splits": splits,
         "tokens": tokens,
-        "window": window,
+        # No key is further away than that; beyond, the kernel's differences might not fit a word.
+        "window": min(window, tokens + queries),
         "scale": scale * _LOG2E * (2 / softcap if softcap > 0 else 1.0),
         "cap": softcap * _LOG2E,
     }
@@ -265,9 +259,7 @@ def _run(query: Tensor, planned: Plan) -> Tensor:
         raise ImplementationError(
             "attention by the CuTe kernels", got="compute capability 8.x", allowed="9.0 and later"
         )
-    compiled = ATTENTION.compiled(target, **planned.shape)
-    with torch.cuda.device(query.device):
-        compiled(*planned.arguments.values())
+    ATTENTION.compiled(target, **planned.shape)(*planned.arguments.values())
     return planned.out
 
 
@@ -278,37 +270,24 @@ def attention(
     key_format: Format,
     value_format: Format,
     *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     use_length: bool = True,
+    **given: Any,
 ) -> Tensor:
     """``kvq::attention``; more than ``MAX_ROWS`` query rows of a kv head go to the next implementation."""
-    options = {
-        "mask": mask,
-        "causal": causal,
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
     value_dim = value_format.logical_shape(value_store)[3]
     heads, tokens = key_store[0].shape[1:3]
     if query.numel() == 0 or tokens == 0:
         return query.new_zeros((*query.shape[:3], value_dim))
-    served = _rows(query, heads) <= MAX_ROWS
+    served = _fits_grid(query, heads)
     served = served and _within_words(key_store, key_format) and _within_words(value_store, value_format)
     if not served:
         run = _elsewhere("attention", query, (key_format, value_format), (query.shape[3], value_dim))
         other: Tensor = run(
-            query, key_store, value_store, key_format, value_format, use_length=use_length, **options
+            query, key_store, value_store, key_format, value_format, use_length=use_length, **given
         )
         return other
     length = key_store[-1] if use_length else None
-    planned = plan(query, key_store, value_store, key_format, value_format, length=length, **options)  # type: ignore[arg-type]
+    planned = plan(query, key_store, value_store, key_format, value_format, length=length, **given)
     return _run(query, planned)
 
 
@@ -320,33 +299,19 @@ def paged_attention(
     length: Tensor,
     key_format: Format,
     value_format: Format,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    **given: Any,
 ) -> Tensor:
     """``kvq::paged_attention``. Pages whose tokens are no multiple of 8 go to the next implementation too."""
-    options = {
-        "mask": mask,
-        "causal": causal,
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
     value_dim = value_format.logical_shape(value_pages)[3]
     heads, page = key_pages[0].shape[1:3]
     if query.numel() == 0 or block_table.numel() == 0 or page == 0:
         return query.new_zeros((*query.shape[:3], value_dim))
-    served = _rows(query, heads) <= MAX_ROWS and page % 8 == 0
+    served = _fits_grid(query, heads) and page % 8 == 0
     served = served and _within_words(key_pages, key_format) and _within_words(value_pages, value_format)
     if not served:
         run = _elsewhere("paged_attention", query, (key_format, value_format), (query.shape[3], value_dim))
         other: Tensor = run(
-            query, key_pages, value_pages, block_table, length, key_format, value_format, **options
+            query, key_pages, value_pages, block_table, length, key_format, value_format, **given
         )
         return other
     planned = plan(
@@ -357,6 +322,6 @@ def paged_attention(
         value_format,
         table=block_table,
         length=length,
-        **options,  # type: ignore[arg-type]
+        **given,
     )
     return _run(query, planned)

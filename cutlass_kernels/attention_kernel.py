@@ -55,6 +55,7 @@ __all__ = [
     "Shape",
     "Side",
     "blocks_of",
+    "carveout",
     "shared_bytes",
     "stretch_kernel",
 ]
@@ -102,6 +103,16 @@ class Numbers(NamedTuple):
 def blocks_of(shape: Shape) -> int:
     """CTAs that a processor shall hold, which bounds the registers of a thread: to 168, or 255 where that may not do."""
     return 2 if shape.mask or max(shape.head_dim, shape.value_dim) > 64 else 3
+
+
+def carveout(shape: Shape) -> int:
+    """Percent of what shared memory can be, the rest being L1: what those CTAs take, with the driver's KiB for each.
+
+    It is a hint, and too small a one would keep CTAs out: 12.x has 100 KiB, 9.0 and 10.x have 228.
+    """
+    capacity = 1024 * (100 if shape.target.startswith("sm_12") else 228)
+    taken = blocks_of(shape) * (shared_bytes(shape.head_dim) + 1024)
+    return min(100, -(-100 * taken // capacity))
 
 
 def shared_bytes(head_dim: int) -> int:
@@ -153,8 +164,9 @@ def _final_scores(
                     if shape.mask == "bool":
                         open_ = open_ & (found != Uint8(0))
                     else:
-                        # The smallest fp32 number is a bias too, and -inf is not what becomes of it.
-                        bias = cute.arch.fmax(found * Float32(_LOG2E), Float32(-_LARGEST))
+                        # The smallest fp32 number is a bias too, and -inf is not what becomes of it. NaN stays.
+                        bias = found * Float32(_LOG2E)
+                        bias = choose(bias < Float32(-_LARGEST), Float32(-_LARGEST), bias)
                         bias = choose(found == Float32(_CLOSED), Float32(_CLOSED), bias)
                         x = x + bias
                 scored[2 * r + e] = choose(open_, x, Float32(_CLOSED))
@@ -164,27 +176,31 @@ def _final_scores(
 
 def _softmax(scored, value_scales, output, largest, total, shape: Shape) -> list:
     """Weights of a tile, by a largest score so far; the output and the sum so far are brought to the new one."""
-    inverse = None
+    inverse, logs = None, None
     if CODINGS[shape.values].scale == "token":
-        inverse = []
+        inverse, logs = [], []
         for i in range(2 * len(scored)):
             scale = cute.arch.fmax(value_scales[i], Float32(_SMALLEST_SCALE))
             inverse.append(cute.arch.rcp_approx(scale))
-            for r in range(2):
-                four = scored[i // 2]
-                four[2 * r + i % 2] = four[2 * r + i % 2] + fragments.log2(scale)
+            logs.append(fragments.log2(scale))
     weights: list = [[None] * 4 for _ in scored]
     for r in range(2):
         top = Float32(_CLOSED)
-        for four in scored:
-            top = cute.arch.fmax(top, cute.arch.fmax(four[2 * r], four[2 * r + 1]))
+        for group, four in enumerate(scored):
+            for e in range(2):
+                x = four[2 * r + e]
+                top = cute.arch.fmax(top, x if logs is None else x + logs[2 * group + e])
         top = cute.arch.fmax(largest[r], fragments.largest_of_quad(top))
         base = fragments.finite_base(top)
         correction = fragments.exp2(largest[r] - base)
         added = Float32(0.0)
         for group, four in enumerate(scored):
             for e in range(2):
-                weight = fragments.exp2(four[2 * r + e] - base)
+                below = four[2 * r + e] - base
+                if logs is not None:
+                    # Not before: a score that its bias made large would swallow it.
+                    below = below + logs[2 * group + e]
+                weight = fragments.exp2(below)
                 weights[group][2 * r + e] = weight
                 added = added + (weight if inverse is None else weight * inverse[2 * group + e])
         largest[r] = top

@@ -19,6 +19,7 @@ from .conversions import choose, magnitude_bits
 
 __all__ = [
     "FLOATS",
+    "Index",
     "View",
     "decode_unit",
     "encode_unit",
@@ -53,6 +54,18 @@ class View(NamedTuple):
         """Pointer to the first element of the vector at ``b``, ``h``, ``t``, which lies at a multiple of ``multiple``."""
         offset = b.to(Int64) * self.b + h.to(Int64) * self.h + t.to(Int64) * self.t
         return self.pointer + cute.assume(offset, divby=multiple)
+
+
+class Index(NamedTuple):
+    """A table of integers ``[B, N]``."""
+
+    pointer: cute.Pointer
+    b: Int64
+    n: Int64
+
+    def at(self, b, n):
+        offset = b.to(Int64) * self.b + n.to(Int64) * self.n
+        return cute.make_tensor(self.pointer + offset, cute.make_layout(1))[0].to(Int64)
 
 
 def view(tensor) -> View:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import os
@@ -33,6 +35,8 @@ import torch
 
 from kvq_ops.errors import ImplementationError
 
+from .sources import digest_of
+
 __all__ = [
     "HOST",
     "NATIVE",
@@ -40,6 +44,7 @@ __all__ = [
     "BuildError",
     "Compiled",
     "Kernel",
+    "aligned",
     "cache_dir",
     "require",
     "target_of",
@@ -191,23 +196,32 @@ def _is_whole(entry: Path) -> bool:
         return False
 
 
-@functools.cache
-def _source_digest(extra: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    own = sorted(Path(__file__).parent.glob("*.py"))
-    for path in dict.fromkeys([*own, *map(Path, extra)]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
 # ------------------------------------------------------------------------------------------------------------- kernels
 
+
+def aligned(x: torch.Tensor, octets: int) -> torch.Tensor:
+    """The tensor, or a copy if its vectors do not start at multiples of ``octets`` bytes or have gaps."""
+    size = x.element_size()
+    fits = x.stride(-1) == 1 and x.data_ptr() % octets == 0
+    fits = fits and all(step * size % octets == 0 for step in x.stride()[:-1])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
 Made = tuple[Callable[..., Any], Sequence[Any]]
+
+
+def _device_of(arguments: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            return torch.cuda.device(argument.device) if argument.is_cuda else contextlib.nullcontext()
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class Compiled:
     """A kernel compiled for one target and shape class; calling it runs it on tensors and numbers.
+
+    On a GPU it is launched on the device that the first tensor is on, and on torch's current stream of that.
 
     Attributes:
         kernel, target, shape: what it was compiled from.
@@ -221,7 +235,8 @@ class Compiled:
     _call: Callable[..., Any] = field(repr=False)
 
     def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
+        with _device_of(arguments):
+            self._call(*arguments)
 
     @property
     def ptx(self) -> str:
@@ -234,6 +249,27 @@ class Compiled:
         return self.folder / "kernel.cubin"
 
 
+def _later(name: str) -> Callable[..., Made]:
+    module, _, function = name.partition(":")
+
+    def make(target: str, **shape: Any) -> Made:
+        made: Made = getattr(importlib.import_module(module), function)(target, **shape)
+        return made
+
+    return make
+
+
+def _file_of(make: Callable[..., Made] | str) -> str:
+    if isinstance(make, str):
+        found = importlib.util.find_spec(make.partition(":")[0])
+        file = None if found is None else found.origin
+    else:
+        file = inspect.getsourcefile(make)
+    if file is None or not os.path.isfile(file):
+        raise BuildError("a CuTe kernel", got=f"{make!r}, which is in no file", do="write it into one")
+    return file
+
+
 class Kernel:
     """A kernel as source, compiled on demand.
 
@@ -241,19 +277,21 @@ class Kernel:
         name: letters, digits and ``_``; part of file names and messages.
         make: ``make(target, **shape)`` gives a ``@cute.jit`` function and the arguments to compile it with: fake tensors, example
             numbers, constants, and for a GPU :func:`stream` last. It is called once for a shape class, and only when that is
-            not in the cache; it may import ``cutlass``.
+            not in the cache; it may import ``cutlass``. Or its name, ``"package.module:function"``, of which nothing is imported
+            before that.
         options: more options for ``cute.compile``.
-        sources: files, besides this package's and the one that ``make`` is in, that the code depends on.
+        sources: files that the code depends on, besides the one that ``make`` is in and what that imports (see ``sources``).
 
     Compiled kernels are called with the arguments of the function, without its constants and its stream: a kernel runs on
     torch's current stream.
     """
 
     def __init__(
-        self, name: str, make: Callable[..., Made], *, options: str = "", sources: Sequence[str] = ()
+        self, name: str, make: Callable[..., Made] | str, *, options: str = "", sources: Sequence[str] = ()
     ) -> None:
-        self.name, self.make, self.options = name, make, options
-        self._sources = (*sources, inspect.getsourcefile(make) or "")
+        self.name, self.options = name, options
+        self.make: Callable[..., Made] = _later(make) if isinstance(make, str) else make
+        self._start, self._sources = make, tuple(sources)
         self._known: dict[tuple[Any, ...], Compiled] = {}
 
     def compiled(self, target: str, **shape: Any) -> Compiled:
@@ -281,7 +319,7 @@ class Kernel:
         """The folder in which the kernel is kept, whether it exists or not."""
         digest = hashlib.sha256()
         described = (self.name, target, *map(repr, sorted(shape.items())), self.options)
-        for text in (_source_digest(self._sources), *_versions(), *described):
+        for text in (digest_of(_file_of(self._start), self._sources), *_versions(), *described):
             digest.update(text.encode() + b"\0")
         return _usable_cache_dir() / f"{self.name}-{target}-{digest.hexdigest()[:24]}"
 

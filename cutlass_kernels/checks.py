@@ -51,6 +51,7 @@ def _tool(name: str) -> str:
     return found
 
 
+@functools.cache
 def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 

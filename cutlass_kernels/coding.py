@@ -9,7 +9,7 @@ import torch
 
 from kvq_ops.formats import Format
 
-__all__ = ["CODINGS", "LARGEST_HEAD_DIM", "Coding", "coding_of", "why_not_format"]
+__all__ = ["CODINGS", "LARGEST_HEAD_DIM", "Coding", "coding_of", "scale_octets", "why_not_format"]
 
 LARGEST_HEAD_DIM = 512
 
@@ -50,10 +50,19 @@ class Coding:
         """Bytes of the widest access to codes: no more than are next to each other, and 16 at most."""
         return min(16, self.unit_bytes)
 
+    def lane_octets(self, head_dim: int) -> int:
+        """Bytes of a key's codes that attention loads at once, a quarter of a row at most: rows start at multiples of them."""
+        return min(16, head_dim * self.bits // 32)
+
     @property
     def scale_bytes(self) -> bool:
         """Whether a unit has a scale of one byte."""
         return self.scale == "block" or self.name == "nvfp4"
+
+
+def scale_octets(head_dim: int) -> int:
+    """Bytes of block scales that attention loads at once: rows of them start at multiples of as many."""
+    return 2 if head_dim >= 128 else 1
 
 
 CODINGS = {

@@ -9,6 +9,7 @@ it; a turn of it takes 16 tokens for 16 query rows in one warp.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections import Counter
@@ -27,9 +28,10 @@ TILE, WARPS, THREADS = 16, 4, 128
 
 @dataclass(frozen=True)
 class GPU:
-    """Numbers of a GPU from its data sheet and CUDA's programming guide.
+    """Numbers of a GPU; where they are from is said in ``_sources``.
 
-    ``shared``: bytes of shared memory of a processor; every CTA takes 1 KiB more than it asks for. ``bandwidth``: bytes a second.
+    ``clock``: the largest of a processor. ``shared``: bytes of shared memory of a processor; every CTA takes 1 KiB more than it
+    asks for. ``bandwidth``: bytes a second.
     """
 
     name: str
@@ -40,11 +42,22 @@ class GPU:
     shared: int
     warps: int
 
+    @property
+    def bytes_per_clock(self) -> float:
+        """What memory gives one processor in a clock."""
+        return self.bandwidth / self.processors / self.clock
+
+    def in_pipe(self, latency: float) -> float:
+        """KiB on their way to one processor when the pipe to memory is full."""
+        return self.bandwidth * latency / self.processors / 1024
+
 
 GPUS = (
-    GPU("B200", "sm_100a", 148, 1.965e9, 8.0e12, 228 * 1024, 64),
-    GPU("RTX PRO 6000 Blackwell", "sm_120a", 188, 2.617e9, 1.792e12, 100 * 1024, 48),
+    GPU("B200", "sm_100a", 148, 1.965e9, 7.672e12, 228 * 1024, 64),
+    GPU("RTX PRO 6000 Blackwell", "sm_120a", 188, 2.6e9, 1.792e12, 100 * 1024, 48),
 )
+# For sm_103a the PTX is the same, which a test compares.
+GB300 = GPU("GB300", "sm_103a", 152, 2.07e9, 7.928e12, 228 * 1024, 64)
 
 _PLAIN = {"mask": "", "causal": False, "window": False, "softcap": False, "sinks": False}
 
@@ -91,8 +104,8 @@ class Cost:
 
     @property
     def memory_clocks(self) -> float:
-        """Clocks of one processor for the bytes of a token, at the bandwidth of the data sheet."""
-        return self.bytes_per_token / (self.gpu.bandwidth / self.gpu.processors / self.gpu.clock)
+        """Clocks of one processor for the bytes of a token, at the bandwidth of the clock of the memory."""
+        return self.bytes_per_token / self.gpu.bytes_per_clock
 
     @property
     def issue_clocks(self) -> float:
@@ -143,6 +156,7 @@ def _ctas(gpu: GPU, registers: int, shared: int) -> int:
     return min(by_registers, gpu.shared // (shared + 1024), gpu.warps // WARPS)
 
 
+@functools.cache
 def cost(gpu: GPU, kind: str, dim: int, page: int) -> Cost:
     from .attention_kernel import shared_bytes
 
@@ -180,19 +194,28 @@ def table(gpu: GPU) -> str:
 
 def document() -> str:
     """All of EXPECTED.md."""
-    parts = [_TEXT]
+    parts = [_text()]
     for gpu in GPUS:
-        per_clock = gpu.bandwidth / gpu.processors / gpu.clock
         parts.append(
             f"## {gpu.name}, {gpu.target}\n\n{gpu.processors} processors at {gpu.clock / 1e9:g} GHz, "
-            f"{gpu.bandwidth / 1e12:g} TB/s: {per_clock:.1f} bytes a clock for each processor.\n\n{table(gpu)}"
+            f"{gpu.bandwidth / 1e12:g} TB/s: {gpu.bytes_per_clock:.1f} bytes a clock for each processor.\n\n{table(gpu)}"
         )
+    parts.append(_sources())
     return "\n\n".join(parts) + "\n"
 
 
-_TEXT = """# What attention should cost
+def _text() -> str:
+    b200, rtx = GPUS
+    small = [cost(b200, *case) for case in CASES if case[0] == "nvfp4"]
+    ratios = [c.issue_clocks / c.memory_clocks for c in small]
+    wide = [cost(b200, *case) for case in CASES if case[0] != "nvfp4" and case[1] > 64]
+    if min(ratios) < 1 or any(c.issue_clocks > c.memory_clocks for c in wide):
+        raise AssertionError("what binds on a B200 is no longer what the text says")
+    if any(cost(rtx, *case).issue_clocks > cost(rtx, *case).memory_clocks for case in CASES):
+        raise AssertionError("memory is not what binds on sm_120a")
+    return f"""# What attention should cost
 
-Computed from machine code and data sheets, **not measured**: no kernel here has run on a Blackwell GPU. Made by
+Computed from machine code and published numbers of GPUs, **not measured**: no kernel here has run on a Blackwell GPU. Made by
 `python -m cutlass_kernels.expected --write`; a test makes it again and compares, for nvidia-cutlass-dsl 4.8.1, whose `ptxas`
 decides registers and instructions. bf16 queries, no mask, lengths read from the cache.
 
@@ -204,19 +227,38 @@ warp. Columns:
   `8 s (D + 2) / n` bytes a token and row, written and read;
 * **registers**, **CTAs** and **warps** that a processor holds at once. Nothing is spilled, in any shape class that is tested;
 * **in flight**: bytes that these warps can have asked for at once: a tile of keys and one of values each, or one of the two where
-  D is 256. To fill the pipe to memory takes its bandwidth times its latency: were that 700 ns, 37 KiB for each processor of
-  a B200, and 6 KiB for one of sm_120a;
+  D is 256. To fill the pipe to memory takes its bandwidth times its latency, which NVIDIA does not publish: were it 700 ns,
+  {b200.in_pipe(7e-7):.0f} KiB for each processor of a B200, and {rtx.in_pipe(7e-7):.0f} KiB for one of sm_120a;
 * **instructions** of a turn, and of them tensor-core **products**, **conversions** (`F2FP`) and **loads** from global memory;
 * **per element**: instructions, times 32 lanes, for each cached number of a turn;
-* **memory clocks**, **issue clocks** a token takes on a processor: its bytes at the data sheet's bandwidth, its instructions at
-  four a clock. The larger of the two bounds the speed from below. Conversions and `MUFU` may issue at less than full
-  rate, which is not counted, since it is documented nowhere.
+* **memory clocks**, **issue clocks** a token takes on a processor: its bytes at the bandwidth below, its instructions at four a
+  clock. The larger of the two bounds the speed from below. Conversions and `MUFU` may issue at less than full rate, which is not
+  counted, since it is documented nowhere for these GPUs.
 
 What follows from it, if nothing else is in the way: on a GPU with as much bandwidth as a B200 NVFP4 is bound by issue rather than
-by memory, by a factor of 1.1 to 2.1, most with small vectors and small pages; float8 with vectors of 128 and 256 by memory.
-What is in flight is less than a B200's pipe holds, so that latency may well be what bounds all of them there; loads that
-go through shared memory (`cp.async`, TMA) and more warps are what to try first with such a GPU at hand. On sm_120a memory
-is the bound everywhere. Rows beyond 16 cost a pass over the cache for each 16, from L2 where it still holds the tokens."""
+by memory, by a factor of {min(ratios):.1f} to {max(ratios):.1f}, most with small vectors and small pages; float8 with vectors of
+128 and 256 by memory. What is in flight is less than a B200's pipe holds, so that latency may well be what bounds all of them
+there; loads that go through shared memory (`cp.async`, TMA) and more warps are what to try first with such a GPU at hand. On
+sm_120a memory is the bound everywhere. Rows beyond 16 cost a pass over the cache for each 16, from L2 where
+it still holds the tokens."""
+
+
+def _sources() -> str:
+    b200, gb300 = GPUS[0].bandwidth / 1e12, GB300
+    return f"""## Where the numbers of GPUs are from
+
+* Registers (65536), shared memory, warps of a processor, and the KiB that the driver keeps of each CTA: NVIDIA's CCCL,
+  `libcudacxx/include/cuda/__device/arch_traits.h`, for sm_100, sm_103 and sm_120.
+* B200: processors, largest clock and bandwidth as its driver reports them, in OpenXLA's
+  `xla/backends/gpu/target_config/specs/b200.txtpb`. NVIDIA's data sheets say up to 8 TB/s, and give neither clock nor
+  processors; a bus of 7680 bits at twice 3996 MHz makes {b200:g} TB/s (pytorch/ao#4002 has it from a B200 too).
+* RTX PRO 6000 Blackwell, Workstation Edition: NVIDIA's data sheet has the bandwidth, 24064 CUDA cores, which are 188
+  processors of 128, and 125 TFLOPS of fp32, which take 2.6 GHz; the clock itself is not on it. OpenXLA's
+  `rtx6000pro.txtpb` agrees.
+* sm_103a gets the PTX of sm_100a, as many CTAs, and within a few of them as many instructions and registers. A GB300 has
+  {gb300.processors} processors at {gb300.clock / 1e9:g} GHz and {gb300.bandwidth / 1e12:g} TB/s (OpenXLA's `gb300.txtpb`),
+  {gb300.bytes_per_clock:.1f} bytes a clock for each. For a B300 on its own nothing read from a chip was found; NVIDIA names
+  160 processors for the whole chip, and 8 TB/s."""
 
 
 if __name__ == "__main__":

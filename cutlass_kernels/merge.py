@@ -44,7 +44,7 @@ def merge_kernel(
 ):
     """One CTA for each query row, one thread for each channel; ``out [B, Hq, Tq, Dv]`` without gaps.
 
-    A partial result whose largest score is -inf has no output, and none is read.
+    A partial result whose sum is zero has no output, and none is read. NaN is no zero: queries with NaN in them give NaN.
     """
     channel, _, _ = cute.arch.thread_idx()
     row, _, _ = cute.arch.block_idx()
@@ -67,10 +67,10 @@ def merge_kernel(
         total = fragments.exp2(_number(sinks, query_head) * Float32(_LOG2E) - low)
     value = Float32(0.0)
     for split in range(numbers.splits):
-        largest = _number(stats, (first + split) * 2)
-        if largest > Float32(-float("inf")):
-            weight = fragments.exp2(largest - low)
-            total = total + _number(stats, (first + split) * 2 + 1) * weight
+        added = _number(stats, (first + split) * 2 + 1)
+        if added != Float32(0.0):
+            weight = fragments.exp2(_number(stats, (first + split) * 2) - low)
+            total = total + added * weight
             value = value + _number(partial, (first + split).to(Int64) * value_dim + channel) * weight
     if cutlass.const_expr(static is not None):
         value = value * _number(static, head if CODINGS[kind].scale == "head" else 0)

@@ -9,7 +9,6 @@ elsewhere, and on CPU tensors, which is slow and meant for tests. The registry p
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,28 +19,10 @@ from kvq_ops.formats import Format
 from kvq_ops.registry import Request, implementations
 
 from . import build
-from .build import Kernel, Made
+from .build import Kernel
 from .coding import Coding, coding_of, why_not_format
 
 __all__ = ["DECODE", "ENCODE", "MEASURE", "append_", "dequantize", "paged_append_", "quantize", "refuses"]
-
-
-def _encode(target: str, **shape: Any) -> Made:
-    from .quantize import make_encode
-
-    return make_encode(target, **shape)
-
-
-def _measure(target: str, **shape: Any) -> Made:
-    from .quantize import make_measure
-
-    return make_measure(target, **shape)
-
-
-def _decode(target: str, **shape: Any) -> Made:
-    from .dequantize import make_decode
-
-    return make_decode(target, **shape)
 
 
 # Shape classes. Sizes of batch, heads, tokens and pages are not in them: one kernel serves them all.
@@ -52,9 +33,9 @@ def _decode(target: str, **shape: Any) -> Made:
 #   position  None (tokens 0, 1, ...), "int32" or "int64"
 #   table     None (contiguous), "int32" or "int64": of the block table
 #   fit       a scale that spans tokens is fitted where it is unset
-ENCODE = Kernel("encode", _encode)
-MEASURE = Kernel("measure", _measure)
-DECODE = Kernel("decode", _decode)
+ENCODE = Kernel("encode", f"{__package__}.quantize:make_encode")
+MEASURE = Kernel("measure", f"{__package__}.quantize:make_measure")
+DECODE = Kernel("decode", f"{__package__}.dequantize:make_decode")
 
 
 def refuses(request: Request) -> str | None:
@@ -108,10 +89,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
 def _with_gaps(plane: Tensor | None) -> bool:
     return plane is not None and plane.dim() == 4 and plane.stride(3) != 1 and plane.shape[3] > 1
 
@@ -152,10 +129,9 @@ def _write(
     target = build.target_of(x.device)
     seen = x.new_zeros(len(static), dtype=torch.int32) if fit and static is not None else None
     arguments = (x, codes, scales, static, seen, length, position, table)
-    with _on_device(x):
-        if fit:
-            MEASURE.compiled(target, **shape)(*arguments)
-        ENCODE.compiled(target, **shape)(*arguments)
+    if fit:
+        MEASURE.compiled(target, **shape)(*arguments)
+    ENCODE.compiled(target, **shape)(*arguments)
 
 
 def _check_calibrated(store: Sequence[Tensor], fmt: Format, op: str, *arguments: Any) -> None:
@@ -223,6 +199,5 @@ def dequantize(store: Sequence[Tensor], fmt: Format, dtype: torch.dtype) -> Tens
             head_dim=out.shape[3],
             wide=_is_wide(codes, coding.access),
         )
-        with _on_device(out):
-            kernel(codes, scales, static, out)
+        kernel(codes, scales, static, out)
     return out.to(dtype)

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
 
 from . import blocks
-from .blocks import View, first, view
+from .blocks import Index, View, first, view
 from .build import HOST, stream
 from .coding import CODINGS
 from .conversions import choose, conversions_for
@@ -26,18 +26,6 @@ __all__ = ["make_encode", "make_measure"]
 
 THREADS = 128
 _SMALLEST_AMAX = 1e-8
-
-
-class Index(NamedTuple):
-    """A table of integers ``[B, N]``."""
-
-    pointer: cute.Pointer
-    b: Int64
-    n: Int64
-
-    def at(self, b, n):
-        offset = b.to(Int64) * self.b + n.to(Int64) * self.n
-        return cute.make_tensor(self.pointer + offset, cute.make_layout(1))[0].to(Int64)
 
 
 class Sizes(NamedTuple):

@@ -101,7 +101,7 @@ def dequantize(store: Sequence[Tensor], fmt: Format, dtype: torch.dtype) -> Tens
     """``kvq::dequantize``: tensors in, kernel, tensor out."""
     global calls
     calls += 1
-    codes, scale = (plane.contiguous() for plane in store[:2])
+    codes, scale = build.aligned(store[0].contiguous(), 16), store[1].contiguous()  # as ``make`` promises
     made = torch.float32 if dtype is torch.float64 else dtype
     out = torch.empty_like(codes, dtype=made)
     if out.numel():

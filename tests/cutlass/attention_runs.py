@@ -17,9 +17,10 @@ from cutlass_kernels.attention import ATTENTION, Plan, plan
 from cutlass_kernels.attention_kernel import THREADS, shared_bytes
 from kvq_ops.formats import Format, get_format
 from tests.cutlass.attention_bound import check
-from tests.cutlass.ptx.parser import Entry
+from tests.cutlass.contract import check_arguments
 from tests.cutlass.ptxsim import GlobalMemory, entry_of, run
 from tests.ops.attention_cases import Case
+from tests.ptx.parser import Entry
 
 KERNELS = ("stretch_kernel", "merge_kernel")
 
@@ -126,6 +127,8 @@ def simulate(
         change: a fault to plant into the PTX.
     """
     text = ptx_of(target, tuple(sorted(planned.shape.items())))
+    stand_ins = ATTENTION.make(target, **planned.shape)[1][:-2]  # without the shape class and the stream
+    check_arguments(stand_ins, list(planned.arguments.values()), f"attention {planned.shape}")
     if change is not None:
         changed = change(text)
         assert changed != text, "the fault has no place in this kernel"

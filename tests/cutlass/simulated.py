@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutlass_kernels import build
+from cutlass_kernels import build, operators
 from cutlass_kernels.build import Compiled
 from cutlass_kernels.coding import CODINGS
+from tests.cutlass.contract import check_arguments
 from tests.cutlass.ptxsim import GlobalMemory, run
 
 __all__ = ["simulated"]
@@ -100,6 +101,11 @@ def simulated(
 
     def call(compiled: Compiled, *arguments: Any) -> None:
         assert compiled.target == target
+        kernel = {"encode": operators.ENCODE, "measure": operators.MEASURE, "decode": operators.DECODE}[
+            compiled.kernel
+        ]
+        stand_ins = kernel.make(target, **compiled.shape)[1]
+        check_arguments(stand_ins[: len(arguments)], arguments, f"{compiled.kernel} {compiled.shape}")
         memory = _Memory()
         threads, given = _PARAMETERS[compiled.kernel](memory, arguments, compiled.shape)
         grid = (-(-threads // THREADS), 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ if reason := build.why_not():
     pytest.skip(reason, allow_module_level=True)
 
 from cutlass_kernels.attention import ATTENTION
+
+# One process compiles and disassembles; what it found is asked for by several tests.
+pytestmark = pytest.mark.xdist_group("attention_code")
 
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 E4M3 = "cvt.rn.f16x2.e4m3x2"
@@ -82,6 +86,33 @@ def test_sm_90a_makes_e2m1_of_bits_and_sm_80_is_refused() -> None:
     checks.compiles(ATTENTION, targets=("sm_90a",), opcodes=opcodes, registers=255, **given)
     assert "e2m1" not in ATTENTION.compiled("sm_90a", **given).ptx
     assert "e4m3x2" in checks.refused(ATTENTION, "sm_80", **given)
+
+
+@pytest.mark.parametrize(("kind", "dim", "page"), [("nvfp4", 128, 16), ("fp8_token", 128, 16)])
+def test_sm_103a_costs_what_sm_100a_does(kind: str, dim: int, page: int) -> None:
+    """The PTX is the same; ptxas chooses registers and a few instructions for each target."""
+    texts = {
+        re.sub(r"sm_10\da", "", ATTENTION.compiled(t, **shape(kind, dim, page)).ptx)
+        for t in ("sm_100a", "sm_103a")
+    }
+    assert len(texts) == 1
+    first, second = (expected.cost(gpu, kind, dim, page) for gpu in (expected.GPUS[0], expected.GB300))
+    assert first.ctas == second.ctas and abs(first.registers - second.registers) <= 8
+    assert abs(first.instructions - second.instructions) <= first.instructions // 100
+
+
+@pytest.mark.parametrize("gpu", expected.GPUS, ids=lambda gpu: gpu.target)
+def test_shared_memory_suffices_for_the_expected_ctas(gpu: expected.GPU) -> None:
+    """A share of L1 that is too small would keep CTAs out that registers have room for."""
+    from cutlass_kernels.attention_kernel import Shape, blocks_of, carveout, shared_bytes
+
+    for kind, dim, page in expected.CASES:
+        fields = {key: value for key, value in shape(kind, dim, page).items() if key in Shape._fields}
+        given = Shape(**fields, target=gpu.target)
+        ctas = expected.cost(gpu, kind, dim, page).ctas
+        assert ctas >= blocks_of(given), "what the compiler was told to make room for"
+        assert carveout(given) <= 100
+        assert ctas * (shared_bytes(dim) + 1024) <= gpu.shared * carveout(given) / 100
 
 
 def test_the_expected_costs_are_those_of_this_code() -> None:

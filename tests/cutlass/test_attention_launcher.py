@@ -99,6 +99,51 @@ def test_tokens_beyond_the_reach_of_a_word_are_handed_on() -> None:
     assert not launcher._within_words(far, fmt)
 
 
+def test_more_sequences_than_a_grid_has_are_handed_on() -> None:
+    """Axes of a grid but the first end at 65535."""
+    for batch, heads, rows, fits in (
+        (65535, 2, 1, True),
+        (65536, 2, 1, False),
+        (1, 32767, 17, True),
+        (1, 32768, 17, False),
+    ):
+        query = torch.empty(batch, heads * rows, 1, 64, device="meta")
+        assert launcher._fits_grid(query, heads) == fits
+    assert not launcher._fits_grid(torch.empty(1, 65, 1, 64, device="meta"), 1)
+
+
+def test_the_check_of_arguments_sees_what_the_compiled_function_refuses() -> None:
+    """The control of ``contract``: what stands in for the function that is not called in the simulator."""
+    if reason := build.why_not():
+        pytest.skip(reason)
+    from tests.cutlass.attention_runs import contiguous
+    from tests.cutlass.contract import check_arguments
+
+    planned, _ = contiguous(case("nvfp4", heads=4, kv_heads=2, queries=1, tokens=8, dim=128))
+    stand_ins = launcher.ATTENTION.make("sm_100a", **planned.shape)[1][:-2]
+    given = list(planned.arguments.values())
+    check_arguments(stand_ins, given, "fine")
+    names = list(planned.arguments)
+    codes, scales = planned.arguments["key_codes"], planned.arguments["key_scales"]
+    wrong = {
+        "key_codes": (
+            torch.zeros(codes.numel() + 8, dtype=torch.uint8)[8:].view(codes.shape),
+            "multiple of 16 bytes",
+        ),
+        "key_scales": (torch.zeros(2, 2, 8, 9, dtype=torch.uint8)[..., :8], "no multiple of 2"),
+        "value_codes": (codes.int(), "int32 for"),
+        "value_static": (None, "NoneType for"),
+        "query": (torch.zeros(2, 4, 1, 256, dtype=torch.float32)[..., ::2], "a stride of 2, not 1"),
+        "stats": (scales, "4 axes"),
+        "tokens": (codes, "argument 17: Tensor for"),
+    }
+    for name, (argument, said) in wrong.items():
+        changed = list(given)
+        changed[names.index(name)] = argument
+        with pytest.raises(AssertionError, match=said):
+            check_arguments(stand_ins, changed, "changed")
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "tokens", "want"),
     [(1, 1, 64, 1), (1, 1, 65, 2), (1, 8, 1 << 17, 37), (64, 8, 1 << 17, 1), (1, 1, 1 << 20, 64)],
@@ -156,7 +201,7 @@ def test_the_host_function_passes_on_what_was_simulated(
 ) -> None:
     pytest.importorskip("cutlass")
     from cutlass_kernels import attend
-    from cutlass_kernels.attention_kernel import Shape
+    from cutlass_kernels.attention_kernel import Shape, shared_bytes
     from tests.cutlass.attention_runs import Addresses, contiguous, kernel_arguments, paged
 
     if page:
@@ -184,6 +229,7 @@ def test_the_host_function_passes_on_what_was_simulated(
     assert kernels[1].arguments[-2:] == (planned.shape["values"], planned.shape["value_dim"])
     assert tuple(map(int, kernels[0].launch_["grid"])) == planned.grid
     assert kernels[0].launch_["block"] == (128, 1, 1)
+    assert kernels[0].launch_["smem"] == shared_bytes(planned.shape["head_dim"])
     assert (
         int(kernels[1].launch_["grid"][0])
         == planned.arguments["stats"].numel() // 2 // planned.arguments["splits"]

@@ -9,27 +9,30 @@ from __future__ import annotations
 import pytest
 import torch
 
+import kvq_ops
 from tests.cutlass.ptxsim import why_not
 from tests.ops.attention_cases import OPTIONS, case
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
-from tests.cutlass.attention_runs import run_case
+from tests.cutlass.attention_runs import contiguous, run_case, simulate
 
-RATIOS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+DIMS, PAGES = (64, 128, 256), (0, 16, 64)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "dim"), [(r, d) for d in (64, 128, 256) for r in RATIOS if d < 256 or r in (1, 2, 5, 8, 16)]
-)
+@pytest.mark.parametrize("ratio", range(1, 17))
+@pytest.mark.parametrize("dim", DIMS)
 def test_query_heads_of_a_kv_head(ratio: int, dim: int) -> None:
-    tokens = 40 + 5 * ratio
+    """Every ratio with every size; pages change so that each ratio, and each size, meets every one of them."""
+    page = PAGES[(ratio + DIMS.index(dim)) % 3]
+    tokens, heads = 2 * page if page else 70 + ratio, 2 if ratio % 5 == 1 else 1
     c = case(
-        "nvfp4", batch=3, kv_heads=1 + ratio % 2, heads=ratio * (1 + ratio % 2), queries=1, tokens=tokens, dim=dim,
-        dtype=torch.bfloat16, lengths=[tokens, 0, 1 + ratio],
+        "nvfp4", batch=3, kv_heads=heads, heads=ratio * heads, queries=1, tokens=tokens, dim=dim, dtype=torch.bfloat16,
+        lengths=[tokens - ratio % 3, 0, 1 + ratio],
     )  # fmt: skip
-    run_case(c, schedule=ratio, splits=1 + ratio % 3)
+    # Odd schedules let one warp run as far as it can, which takes the simulator several times as long.
+    run_case(c, page=page, schedule=ratio if dim == 64 else 2 * ratio, splits=1 + ratio % 2)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
@@ -123,8 +126,6 @@ def test_values_of_any_size(size: float) -> None:
     """Scales of tokens may be far from what fp16 can hold, and far from each other."""
     c = case("fp8_per_token_head", heads=4, kv_heads=2, queries=1, tokens=70, dim=64)
     spread = torch.logspace(-3, 3, 70)[:, None]
-    import kvq_ops
-
     c.value = c.value * size * spread
     c.value[:, :, 7] = 0
     c.value_store = kvq_ops.quantize(c.value, c.value_format)
@@ -138,7 +139,7 @@ def test_other_targets(target: str, keys: str) -> None:
     c = case(
         keys, heads=8, kv_heads=2, queries=1, tokens=128, dim=128, dtype=torch.bfloat16, lengths=[128, 77]
     )
-    run_case(c, target, page=16, schedule=3)
+    run_case(c, target, page=16, schedule=4)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 64])
@@ -154,6 +155,63 @@ def test_planes_with_other_strides() -> None:
         for i in (0, 1):
             store[i] = store[i].transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
     run_case(c)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("gap", [1, 2, 6])
+def test_scales_of_blocks_with_gaps_between_rows(gap: int, dim: int) -> None:
+    """Rows of scales start at any byte, as where codes and scales of a token share a buffer."""
+    c = case("nvfp4", heads=4, kv_heads=2, queries=1, tokens=48, dim=dim, lengths=[48, 20])
+    for store in (c.key_store, c.value_store):
+        room = torch.zeros(*store[1].shape[:-1], store[1].shape[-1] + gap, dtype=torch.uint8)
+        room[..., gap:] = store[1]
+        store[1] = room[..., gap:]
+    run_case(c)
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 10**12])
+def test_a_window_beyond_every_number(window: int) -> None:
+    """Some mean by it that there is none; fewer tokens than queries make the differences smallest."""
+    c = case(
+        "nvfp4",
+        heads=4,
+        kv_heads=2,
+        queries=4,
+        tokens=48,
+        dim=64,
+        lengths=[1, 48],
+        window=window,
+        causal=True,
+    )
+    run_case(c)
+
+
+@pytest.mark.parametrize("values", ["nvfp4", "fp8_per_token_head"])
+def test_rows_that_a_bias_closes_all_over(values: str) -> None:
+    """With the smallest number instead of -inf every key is as good as the others, and values keep their own scales."""
+    least = torch.finfo(torch.float32).min
+    mask = torch.zeros(2, 1, 3, 40)
+    mask[0, :, 1] = least
+    mask[1, :, 2] = torch.where(torch.arange(40) % 3 == 0, -torch.inf, least)
+    c = case("nvfp4", values, heads=4, kv_heads=2, queries=3, tokens=40, dim=64, mask=mask)
+    c.value = c.value * torch.logspace(-2, 1, 40)[:, None]
+    c.value_store = kvq_ops.quantize(c.value, values)
+    run_case(c, splits=2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_nan_in_queries_is_nan_in_what_comes_out(masked: bool) -> None:
+    """And in no other row; a mask with NaN in it does the same."""
+    options = {"mask": torch.zeros(2, 4, 1, 90)} if masked else {}
+    c = case("nvfp4", heads=4, kv_heads=2, queries=1, tokens=90, dim=64, lengths=[90, 20], **options)
+    if masked:
+        c.options["mask"][0, 2] = torch.nan
+    else:
+        c.query[0, 2, 0, 5] = torch.nan
+    planned, readable = contiguous(c, splits=2)
+    simulate(planned, "sm_100a", readable=readable)
+    closed = planned.out.isnan().all(-1)[..., 0]
+    assert closed.nonzero().tolist() == [[0, 2]] and planned.out.isnan().sum() == 64
 
 
 def test_every_code_and_block_scale() -> None:

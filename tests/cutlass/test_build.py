@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cutlass_kernels import build
+from cutlass_kernels import build, sources
 from cutlass_kernels.build import HOST, BuildError, Kernel
 from kvq_ops.errors import ImplementationError
 
@@ -66,6 +67,32 @@ def test_gpu_kernels_keep_ptx_and_cubin(kernel: Kernel) -> None:
         compiled(torch.ones(8), torch.zeros(4, dtype=torch.uint8), 1)
 
 
+def test_launched_on_the_device_of_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device is the current one; which tensors on a GPU that is not there can tell."""
+    seen: list[object] = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            seen.append(self.device)
+
+        def __exit__(self, *error: object) -> None:
+            seen.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    compiled = build.Compiled("none", "sm_100a", {}, tmp_path, lambda *arguments: seen.append(len(arguments)))
+    with FakeTensorMode():
+        tensors = [torch.empty(2, device=f"cuda:{i}") for i in (1, 0)]
+    compiled(None, *tensors, 3)
+    assert seen == [torch.device("cuda", 1), 4, "left"]
+    seen.clear()
+    compiled(torch.empty(2), tensors[0])
+    compiled(1)
+    assert seen == [2, 1]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "gone", "digests"])
 def test_a_damaged_entry_is_made_again(kernel: Kernel, cache: Path, damage: str) -> None:
     ones(kernel)
@@ -107,7 +134,7 @@ def test_the_key_holds_all_that_matters(
         Kernel("convert", kernel.make, sources=[str(source)]).entry(HOST, **SHAPE),
     ]
     source.write_text("2")
-    build._source_digest.cache_clear()
+    sources.digest_of.cache_clear()
     others.append(Kernel("convert", kernel.make, sources=[str(source)]).entry(HOST, **SHAPE))
     monkeypatch.setattr(build, "_versions", lambda: ("nvidia-cutlass-dsl 99",))
     others.append(kernel.entry(HOST, **SHAPE))

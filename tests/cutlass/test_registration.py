@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def test_refusals(fmt: str, head_dim: int, said: str, blackwell: pytest.MonkeyPa
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("op", ["attention", "paged_attention"])
+def test_attention_of_mx_formats_is_explained(op: str, fmt: str, blackwell: pytest.MonkeyPatch) -> None:
+    row = get_format(fmt)
+    said = kvq_ops.explain(op, row, row, device="cuda")
+    assert f"cutlass: rejected: format {fmt}: its scales go up to 2^127, beyond the fp16" in said
+    assert "attention serves nvfp4" in said
+    assert "cutlass: chosen" in kvq_ops.explain(op, NVFP4, NVFP4, device="cuda")
+
+
 def test_without_the_packages_others_run(blackwell: pytest.MonkeyPatch) -> None:
     blackwell.setattr(build, "why_not", lambda: "nvidia-cutlass-dsl is not installed: pip install it")
     assert registry.select(request()).name != "cutlass"
@@ -129,6 +140,14 @@ def test_without_cutlass_the_package_says_what_to_install() -> None:
     assert "nvidia-cutlass-dsl is not installed: pip install 'kvq-ops[cutlass]'" in done.stdout, done.stderr
 
 
+def test_the_guide_is_part_of_the_package() -> None:
+    """Of a wheel too: messages and docstrings send readers there."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    folder = Path(cutlass_kernels.__file__).parent
+    found = {path.name for pattern in data["cutlass_kernels"] for path in folder.glob(pattern)}
+    assert {"README.md", "EXPECTED.md"} <= found
+
+
 # ------------------------------------------------------------------------------------------------------- packages, C++
 
 
@@ -166,6 +185,20 @@ def test_a_package_for_cpp_refuses_what_runs_in_python(op: str, blackwell: pytes
     assert f"kvq::{op} for nvfp4 on cuda in an AOTInductor package for C++" in said
     assert "implementation 'cutlass', which runs in Python" in said
     assert "kvq_ops.use_implementation('triton')" in said
+
+
+def test_where_nothing_else_goes_into_a_package_only_python_is_named(blackwell: pytest.MonkeyPatch) -> None:
+    rows = list(registry._implementations["dequantize"])
+    try:
+        registry._implementations["dequantize"][:] = [row for row in rows if not row.inlined]
+        with pytest.raises(ImplementationError) as caught:
+            check_for_cpp(graph_with("dequantize", "cuda"))
+    finally:
+        registry._implementations["dequantize"][:] = rows
+        registry._choices.clear()
+    said = str(caught.value)
+    assert "none: no implementation that goes into a package" in said and "use_implementation" not in said
+    assert "load it in Python after import kvq_ops" in said
 
 
 @pytest.mark.parametrize("op", registry.OPS)

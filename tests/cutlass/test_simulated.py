@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutlass_kernels import build, checks, operators
-from cutlass_kernels.build import NATIVE
+from cutlass_kernels.build import NATIVE, PORTABLE
 from kvq_ops import registry
 from kvq_ops.formats import get_format
 from tests.cutlass.hosted import FORMATS, NAME, register_hosted
@@ -24,6 +24,7 @@ if reason := build.why_not() or why_not():
 from tests.cutlass.leaves import CONVERT
 from tests.cutlass.ptxsim import GlobalMemory, run
 from tests.cutlass.simulated import simulated
+from tests.cutlass.test_compile_matrix import CODINGS, shape
 from tests.cutlass.test_conversions import EVERY_BYTE, by_torch, numbers, same_bits
 
 WRITES = ("quantize", "append_", "paged_append_")
@@ -60,10 +61,9 @@ def test_instructions_convert_as_torch_does(what: str, target: str) -> None:
     same_bits(out, want)
 
 
-@pytest.mark.parametrize("target", ["sm_100a", "sm_120a"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_operator_equals_torch(name: str, target: str) -> None:
-    with simulated(target) as launches:
+def test_every_operator_equals_torch(name: str) -> None:
+    with simulated("sm_100a") as launches:
         for op in (*WRITES, "dequantize"):
             assert checks.operator(op, NAME, [name], dtypes=(torch.bfloat16,), opcheck=False) == 1
     assert launches["encode"] > 5 and launches["decode"] == 2
@@ -78,10 +78,9 @@ def test_random_orders_of_warps(name: str, schedule: int) -> None:
             checks.operator(op, NAME, [name], head_dims=(96,), dtypes=(torch.float32,), opcheck=False)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_the_portable_arm(target: str) -> None:
+def test_the_portable_arm() -> None:
     for name in ("nvfp4", "fp8_per_token_head"):
-        with simulated(target):
+        with simulated("sm_90a"):
             for op in (*WRITES, "dequantize"):
                 checks.operator(op, NAME, [name], dtypes=(torch.float16,), opcheck=False)
 
@@ -100,12 +99,14 @@ def test_awkward_values(kind: str) -> None:
         assert torch.equal(raw(got), raw(by("dequantize")(want, fmt, dtype)))
 
 
-def test_targets_of_blackwell_give_the_same_code() -> None:
-    """What is simulated for one of them stands for the others."""
-    shape = {"coding": "nvfp4", "dtype": "bfloat16", "head_dim": 128, "wide": True}
-    shape |= {"position": "int64", "table": "int32", "fit": True}
-    texts = {re.sub(r"\.target sm_\w+", "", operators.ENCODE.compiled(t, **shape).ptx) for t in NATIVE}
-    assert len(texts) == 1
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("targets", [NATIVE, PORTABLE])
+def test_targets_of_one_kind_get_the_same_code(targets: tuple[str, ...], coding: str) -> None:
+    """What is simulated for one of them stands for the others. The shape classes are those of the compile matrix."""
+    decode = {"coding": coding, "dtype": "bfloat16", "head_dim": 128, "wide": True}
+    for kernel, given in ((operators.ENCODE, shape("paged", coding)), (operators.DECODE, decode)):
+        texts = {re.sub(r"\.target sm_\w+", "", kernel.compiled(target, **given).ptx) for target in targets}
+        assert len(texts) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ planted faults
