@@ -18,12 +18,14 @@ What the stock interpreter (3.6 to 3.8) does otherwise than the compiled code, a
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 __all__ = ["OutOfBounds", "fused", "install"]
@@ -193,9 +195,78 @@ def _fusing(lhs: Handle, rhs: Handle, op: Callable[..., np.ndarray]) -> Handle:
 
 
 def _run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    _patched.clear()
     # Lanes that a kernel leaves out may hold anything; hardware does not warn either.
     with np.errstate(all="ignore"):
         return _stock_run(self, *args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------------ speed
+
+# The stock interpreter spends most of its time on the following, at every call of a helper and at every operation. What is
+# computed and what is checked is the same here.
+
+_patched: set[int] = set()
+"""Modules of the language that are in the interpreter's hands during the launch that runs."""
+
+
+@functools.cache
+def _languages(fn: Any) -> frozenset[int]:
+    return frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+
+
+def _patch(fn: Any) -> Any:
+    """Once for each launch instead of at each call of a helper: what the kernel's launch patched stays so until it ends."""
+    modules = _languages(fn)
+    if modules and modules <= _patched:
+        return None
+    _patched.update(modules)
+    return _stock_patch(fn)
+
+
+_numpy_types: dict[str, np.dtype] = {}
+
+
+def _numpy_type(kind: Any) -> np.dtype:
+    name = kind.scalar.name
+    found = _numpy_types.get(name)
+    if found is None:
+        found = _numpy_types[name] = _stock_numpy_type(kind)
+    return found
+
+
+def _overflow(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+    """The stock check is six operations more, for ``device_assert``, which looks at the answer in debug mode only."""
+    if self.builder.options.debug:
+        _stock_overflow(self, lhs, rhs, operation)
+
+
+_shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+_sizes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    key = tuple(shape) if isinstance(shape, list | tl.tuple) else ()
+    found = _shapes.get(key) if all(type(size) is int for size in key) else None
+    if found is None:
+        _stock_block_type(self, element_ty, shape)
+        key = tuple(self.shape.values)
+        _shapes[key] = (self.shape, self.numel, str(self.shape))
+        return
+    self.element_ty = element_ty
+    self.shape, self.numel, text = found
+    self.name = f"<{text}, {element_ty}>"
+
+
+def _tensor(self: Any, handle: Any, type: Any) -> None:
+    key = tuple(type.shape.values) if type.is_block() else ()
+    found = _sizes.get(key)
+    if found is None:
+        _stock_tensor(self, handle, type)
+        _sizes[key] = (self.shape, self.numel)
+        return
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = found
 
 
 # ----------------------------------------------------------------------------------------------------------- bounds
@@ -251,6 +322,9 @@ _stock_atomic = Builder.create_atomic_rmw
 _stock_reduce = interpreter.ReduceOps.apply_impl
 _stock_run = interpreter.GridExecutor.__call__
 _stock_arguments = interpreter.GridExecutor._init_args_hst
+_stock_patch, _stock_numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
+_stock_block_type, _stock_tensor = tl.block_type.__init__, tl.tensor.__init__
+_stock_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 
 _CASTS = ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc")
 _OURS: tuple[tuple[Any, str, Any], ...] = (
@@ -267,6 +341,11 @@ _OURS: tuple[tuple[Any, str, Any], ...] = (
     (interpreter.ReduceOps, "apply_impl", _reduce),
     (interpreter.GridExecutor, "_init_args_hst", _arguments),
     (interpreter.GridExecutor, "__call__", _run),
+    (interpreter, "_patch_lang", _patch),
+    (interpreter, "_get_np_dtype", _numpy_type),
+    (TritonSemantic, "binary_op_sanitize_overflow_impl", _overflow),
+    (tl.block_type, "__init__", _block_type),
+    (tl.tensor, "__init__", _tensor),
     # The stock class bound these to its own cast when it was made.
     *(
         (Builder, f"create_{name}", lambda self, source, target: self.cast_impl(source, target))

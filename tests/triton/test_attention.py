@@ -214,6 +214,9 @@ def test_prefill() -> None:
 def test_long_prefill_decodes_once(paged_: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stored is decoded into the dtype of the query then, which rounds it."""
     monkeypatch.setattr(launcher, "_DENSE_ROWS", 60)
+    decoded: list[torch.dtype] = []
+    dense = launcher.dense
+    monkeypatch.setattr(launcher, "dense", lambda *a, **k: decoded.append(a[2]) or dense(*a, **k))
     names = ("fp8_per_token_head", "int4_group32+hadamard")
     stores = [filled(n, 2, 1, 64, 32, [64, 51]) for n in names]
     query = torch.randn(2, 2, 33, 32).half()
@@ -223,6 +226,7 @@ def test_long_prefill_decodes_once(paged_: bool, monkeypatch: pytest.MonkeyPatch
         out = launcher.paged_attention(query, *pools, table, length, *fmts, causal=True)
     else:
         out = launcher.attention(query, *stores, *fmts, causal=True)
+    assert decoded == [torch.float16] * 2, "keys and values, once each"
     plain = [[reference.decode_store(s, f).half(), s[-1]] for s, f in zip(stores, fmts, strict=True)]
     none = get_format("none")
     want = reference.attention(query, *plain, none, none, compute=torch.float64, causal=True).numpy()

@@ -15,7 +15,7 @@ import torch
 from triton.runtime.errors import InterpreterError
 
 from kvq_ops.triton_kernels import attention as launcher
-from kvq_ops.triton_kernels import attention_kernel, merge, rotate, tiles
+from kvq_ops.triton_kernels import attention_kernel, merge, rotary, rotate, rows, scaled, stored, tiles
 from tests.cpu.test_attention import filled
 from tests.triton.test_attention import check, in_pages
 
@@ -24,7 +24,11 @@ USERS: dict[ModuleType, ModuleType] = {
     attention_kernel: launcher,
     merge: launcher,
     rotate: launcher,
+    rows: attention_kernel,
     tiles: attention_kernel,
+    scaled: tiles,
+    rotary: tiles,
+    stored: scaled,
 }
 
 
@@ -61,7 +65,7 @@ FAULTS: dict[str, tuple[ModuleType, str, str, tuple[str, str], dict[str, Any]]] 
     "value scales dropped": (attention_kernel, "p * v_factor[None, :]", "p", INT8, {}),
     "value scales of a tile mixed up": (
         attention_kernel, "(p * share[None, :])", "(p * (_ROOM / most))", INT8, HALF),
-    "tile factor forgotten": (attention_kernel, ".to(tl.float16), v) * most", ".to(tl.float16), v)", INT8, HALF),
+    "tile factor forgotten": (attention_kernel, "v) * (most * (1.0 / _ROOM))", "v) * (1.0 / _ROOM)", INT8, HALF),
     "key minima dropped": (attention_kernel, "s += q_sum[:, None] * k_low[None, :]", "pass", LOW, {}),
     "value minima dropped": (attention_kernel, "acc += below[:, None]", "pass", LOW, {}),
     "minima not rescaled": (attention_kernel, "below = below * shrink + ", "below = below + ", LOW, {"tokens": 90}),
@@ -70,6 +74,8 @@ FAULTS: dict[str, tuple[ModuleType, str, str, tuple[str, str], dict[str, Any]]] 
     "mask dropped": (attention_kernel, "s = tl.where(bias == float(\"-inf\"), bias, s + bias)", "pass", INT8, {"mask": MASK}),
     "mask ends the tokens": (attention_kernel, "tl.where(seen, token, low - 1)", "tl.where(seen, token - 1, low - 1)",
                              INT8, {"mask": torch.arange(40) < 20}),
+    "the lowest number closes": (attention_kernel, "tl.maximum(bias * _LOG2E, _LOWEST)", "bias * _LOG2E", INT8,
+                                 {"mask": torch.full((40,), torch.finfo(torch.float32).min)}),
     "causal shifted": (attention_kernel, "(token[None, :] <= newest[:, None])", "(token[None, :] < newest[:, None])",
                        INT8, {"causal": True}),
     "diagonal cut off": (attention_kernel, "queries + i_last + 1, end)", "queries + i_first + 1, end)", INT8, {"causal": True}),
@@ -89,17 +95,17 @@ FAULTS: dict[str, tuple[ModuleType, str, str, tuple[str, str], dict[str, Any]]] 
     "sinks dropped without parts": (attention_kernel, "total = total * shrink + tl.exp2(sink - base)", "pass", INT8,
                                     {"sinks": torch.ones(4)}),
     "softcap dropped": (attention_kernel, "s = tanh(s / softcap) * (softcap * _LOG2E)", "s *= _LOG2E", INT8, {"softcap": 1.0}),
-    "nibbles swapped": (tiles, "low, high = nibbles_half(load_rows(rows, live, DIM // 2, DT // 2, 1, BOUND), ASM)",
+    "nibbles swapped": (stored, "low, high = nibbles_half(load_rows(rows, live, DIM // 2, DT // 2, 1, BOUND), ASM)",
                         "high, low = nibbles_half(load_rows(rows, live, DIM // 2, DT // 2, 1, BOUND), ASM)", INT4, {}),
-    "tokens not brought back": (tiles, "            factor = power\n", "", INT4, HALF),
+    "tokens not brought back": (scaled, "                factor = power\n", "", INT4, HALF),
     "oldest waiting token missed": (tiles, "(token >= count) & (token < count + window)",
                                     "(token > count) & (token < count + window)", WINDOW, {}),
     "sinks read as codes": (tiles, "(token < first_tokens)", "(token < first_tokens - 1)", SINKS, {}),
-    "outliers beside their places": (tiles, "channel[None, :] == index[:, None]", "channel[None, :] == index[:, None] + 1",
+    "outliers beside their places": (scaled, "channel[None, :] == where[:, None]", "channel[None, :] == where[:, None] + 1",
                                      ("int4_group32+outlier5%",) * 2, {}),
-    "positions off by one": (tiles, "(slot - 1)", "slot", ("nuq4_keys", "none"), {}),
-    "pages of the first token": (tiles, "(token // PAGE)", "(start // PAGE)", INT8, {"page": 8}),
-    "slots not within pages": (tiles, "return page, start * 0, token % PAGE", "return page, start * 0, n % PAGE", INT8,
+    "positions off by one": (rotary, "(at - 1)", "at", ("nuq4_keys", "none"), {}),
+    "pages of the first token": (rows, "(token // PAGE)", "((start + n * 0) // PAGE)", INT8, {"page": 8}),
+    "slots not within pages": (rows, "return page, start * 0, token % PAGE", "return page, start * 0, n % PAGE", INT8,
                                {"page": 12}),
     "signs of queries dropped": (rotate, "y *= channel_signs(channel)", "pass", ("turbo4", "none"), {}),
     "signs of the result dropped": (merge, "acc *= channel_signs(channel)", "pass", ("none", "turbo4"), {}),
@@ -124,5 +130,7 @@ def test_the_fault_is_noticed(fault: str, plant: Any, monkeypatch: pytest.Monkey
     pages = in_pages(stores, names, page) if page else None
     check(query, stores, names, pages, **options)
     plant(module, right, wrong)
-    with pytest.raises((AssertionError, InterpreterError)):
+    with pytest.raises((AssertionError, InterpreterError)) as caught:
         check(query, stores, names, pages, **options)
+    # By its results, or by where it reads; a kernel that does not run at all would prove nothing.
+    assert caught.type is AssertionError or "OutOfBounds" in str(caught.value), caught.value

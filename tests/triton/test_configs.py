@@ -64,10 +64,39 @@ def ask(
     return configs.config_for(kind, spec(name), spec(name), dim, group, dtype, target)
 
 
-def test_the_shipped_table_is_one(table: Any) -> None:
+def check_entry(one: dict[str, Any]) -> None:
+    assert set(entry()) <= set(one), "what an entry is looked up by"
+    assert (
+        one["kind"] in ("decode", "prefill", "dequantize")
+        and configs.padded(one["head_dim"]) == one["head_dim"]
+    )
+    # Rows of a tile follow from the launch, and are not tuned.
+    assert one["config"] and set(one["config"]) <= {"block_n", "num_warps", "num_stages", "slots"}
+    assert all(type(value) is int and value > 0 for value in one["config"].values())
+
+
+def test_the_shipped_table_is_one() -> None:
     shipped = json.loads((Path(configs.__file__).parent / "configs.json").read_text())
+    assert set(shipped) == {"about", "entries"}
     for one in shipped["entries"]:
-        assert set(entry()) <= set(one) and one["config"].items() and "block_m" not in one["config"]
+        check_entry(one)
+
+
+def test_an_entry_that_is_none_is_noticed() -> None:
+    """The table that is shipped may be empty; what would be wrong in it must show all the same."""
+    check_entry(entry())
+    for change in (
+        {"kind": "decoding"},
+        {"head_dim": 96},
+        {"config": {}},
+        {"config": {"block_m": 16}},
+        {"config": {"block_n": 0}},
+        {"config": {"block_n": "64"}},
+    ):
+        with pytest.raises(AssertionError):
+            check_entry(entry(**change))
+    with pytest.raises(AssertionError):
+        check_entry({key: value for key, value in entry().items() if key != "arch"})
 
 
 def test_an_entry_replaces_what_it_measured_and_nothing_else(table: Any) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from kvq_ops import reference
 from kvq_ops.formats import get_format
+from kvq_ops.triton_kernels import dequantize as module
+from kvq_ops.triton_kernels.attention import attention
 from kvq_ops.triton_kernels.dequantize import dense, dequantize
 from kvq_ops.triton_kernels.spec import SLOTS, Spec, spec_of
 from tests.cpu.stores import NAMES, fits
@@ -60,14 +64,62 @@ def test_pages(name: str) -> None:
         assert torch.equal(got[b, :, :count], want[b, :, :count])
 
 
+def test_no_further_than_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prefill decodes what is filled of a store, which may be little of it; tiles beyond do not even begin."""
+    name = "int8_per_token_head"
+    fmt = get_format(name)
+    spec = spec_of(fmt)
+    assert isinstance(spec, Spec)
+    store = filled(name, 2, 1, 200, 32, [45, 0])
+    want = reference.decode_store(store, fmt)
+    begun: list[int] = []
+    stock = module.load_any
+
+    def counted(*args: Any) -> Any:
+        begun.append(int(args[1][2].handle.data.item()))
+        return stock(*args)
+
+    monkeypatch.setattr(module, "load_any", counted)
+    got = dense(store, spec, torch.float32, 32, length=store[-1])
+    assert torch.equal(got[0, :, :45], want[0, :, :45]) and begun == [0, 32]
+    assert torch.equal(dense(store, spec, torch.float32, 32), dequantize(store, fmt, torch.float32))
+    assert len(begun) == 2 + 2 * 2 * 7
+
+
 def test_numbers_beyond_the_dtype() -> None:
     """A long prefill reads what was decoded into its dtype: the largest number is better there than infinity."""
     fmt = get_format("int4_group32_bf16")
     spec = spec_of(fmt)
     assert isinstance(spec, Spec)
     store = reference.quantize(torch.linspace(-1e5, 1e5, 64).view(1, 1, 2, 32), fmt)
-    assert dense(store, spec, torch.float16, 32).isinf().any()
-    assert dense(store, spec, torch.float16, 32, saturate=True).abs().max() == 65504
+    assert reference.decode_store(store, fmt).half().isinf().any()
+    assert dense(store, spec, torch.float16, 32).abs().max() == 65504
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "fp8_per_token_head", "fp8_per_head"])
+@pytest.mark.parametrize("power", [-149, -135, -126, 110, 115])
+def test_edges_of_fp32(name: str, power: int) -> None:
+    """Bit for bit with scales of ``2**power`` and thereabouts; and attention, which in fp32 reads the same numbers (as long as
+    its own sums stay in range).
+    """
+    fmt = get_format(name)
+    store = reference.quantize(torch.randn(1, 1, 6, 64), fmt)
+    planes = dict(zip((plane.name for plane in fmt.planes), store, strict=True))
+    if "exponent" in planes:
+        planes["exponent"].copy_((torch.randint(0, 4, planes["exponent"].shape) + power + 127).clamp_min(0))
+    else:
+        scale = planes["decode_scale" if name == "nvfp4" else "scale"]
+        scale.copy_((1 + torch.rand(scale.shape, dtype=torch.float64) / 4) * 2.0**power)
+    want = reference.decode_store(store, fmt)
+    assert want.isfinite().all() and want.any()
+    assert torch.equal(dequantize(store, fmt, torch.float32), want)
+    if power > 110:
+        return
+    query = torch.randn(1, 1, 1, 64)
+    scale = 2.0 ** -max(power, -100)
+    got = attention(query, store, store, fmt, fmt, scale=scale).double()
+    truth = reference.attention(query, store, store, fmt, fmt, scale=scale, compute=torch.float64)
+    assert ((got - truth).abs() <= 1e-5 * truth.abs().max() + 2.0**-149).all()
 
 
 def test_every_name_has_a_spec() -> None:

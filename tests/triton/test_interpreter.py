@@ -206,3 +206,29 @@ def test_an_access_out_of_bounds_is_an_error(what: str, first: int, count: int) 
     with pytest.raises(triton.runtime.errors.InterpreterError, match=f"OutOfBounds.*{what} of 1 of"):
         reach_kernel[(1,)](x, y, first, count, what, 32)
     reach_kernel[(1,)](x, y, 16, 0, what, 32)
+
+
+def test_types_made_quickly_are_those_of_the_stock_classes() -> None:
+    """Twice each: the first answer is computed and the second one looked up."""
+    shapes = ([16], [4, 8], [tl.constexpr(4), tl.constexpr(8)], tl.tuple([4, 8]), [1, 2, 1])
+    for shape in shapes * 2:
+        for element in (tl.float32, tl.bfloat16, tl.int1, tl.pointer_type(tl.uint8)):
+            want = tl.block_type.__new__(tl.block_type)
+            interpreter._stock_block_type(want, element, shape)
+            got = tl.block_type(element, shape)
+            assert (got, got.name, list(got.shape), got.numel) == (
+                want,
+                want.name,
+                list(want.shape),
+                want.numel,
+            )
+            assert interpreter._numpy_type(got) == interpreter._stock_numpy_type(want)
+            stock = tl.tensor.__new__(tl.tensor)
+            interpreter._stock_tensor(stock, None, want)
+            mine = tl.tensor(None, got)
+            assert list(mine.shape) == list(stock.shape) and mine.numel == stock.numel
+            assert mine.dtype == stock.dtype and mine.type == stock.type
+    with pytest.raises(ValueError):
+        tl.block_type(tl.float32, [3])
+    with pytest.raises(TypeError):
+        tl.block_type(tl.float32, [])
