@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvq_ops
 from kvq_lab import gpu_oracle as oracle
-from kvq_lab.gpu_rows import Case, Row
+from kvq_lab.gpu_rows import Case, Row, attempt
 from kvq_ops import reference
 from kvq_ops.calibration import fit
 from kvq_ops.formats import Format, KVFormat, get_format, names, parse_kv_format
@@ -109,6 +109,10 @@ def random(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
 def codes(machine: Machine, row: Format, dtype: torch.dtype, dim: int) -> Row:
     """``quantize``, ``append_`` in three parts and ``paged_append_``: each plane equal to the torch codec's on the CPU."""
     found = Row("codes", f"{row.name} {short(dtype)} D={dim}", format=row.name)
+    return attempt(found, functools.partial(_code, machine, row, dtype, dim))
+
+
+def _code(machine: Machine, row: Format, dtype: torch.dtype, dim: int, found: Row) -> Row:
     tokens = machine.tokens
     x = random((2, machine.kv_heads, tokens, dim), dtype)
     cuts = [0, tokens // 2, tokens - 2, tokens]
@@ -160,13 +164,17 @@ def short(dtype: torch.dtype) -> str:
 
 
 def dequantize(machine: Machine, row: Format, dtype: torch.dtype, dim: int) -> Row:
-    found = Row("dequantize", f"{row.name} to {short(dtype)} D={dim}", format=row.name)
-    kept = torch.float32 if not row.lossless else dtype
-    store = filled(row, random((2, machine.kv_heads, machine.tokens, dim), kept))
-    expected = oracle.decoded(reference.decode_store(store, row).float(), dtype)
-    with kvq_ops.use_implementation(KERNELS):
-        got = kvq_ops.dequantize(moved(store, machine.device), row.name, dtype)
-    return held(found, expected, got)
+    """Decoded numbers, from codes that the torch codec made."""
+
+    def check(found: Row) -> Row:
+        kept = torch.float32 if not row.lossless else dtype
+        store = filled(row, random((2, machine.kv_heads, machine.tokens, dim), kept))
+        expected = oracle.decoded(reference.decode_store(store, row).float(), dtype, row)
+        with kvq_ops.use_implementation(KERNELS):
+            got = kvq_ops.dequantize(moved(store, machine.device), row.name, dtype)
+        return held(found, expected, got)
+
+    return attempt(Row("dequantize", f"{row.name} to {short(dtype)} D={dim}", format=row.name), check)
 
 
 def held(row: Row, expected: oracle.Expected, got: Tensor) -> Row:
@@ -205,6 +213,19 @@ def attention(
     """Attention over stores of unequal length, or over pages of ``size`` tokens."""
     where = f"pages of {size}" if size else "contiguous"
     found = Row("attention", f"{pair} {variant} N={queries} {short(dtype)} D={dim} {where}", format=str(pair))
+    return attempt(found, functools.partial(_attend, machine, pair, variant, queries, dtype, dim, size))
+
+
+def _attend(
+    machine: Machine,
+    pair: KVFormat,
+    variant: str,
+    queries: int,
+    dtype: torch.dtype,
+    dim: int,
+    size: int,
+    found: Row,
+) -> Row:
     tokens = machine.tokens
     shape = (2, machine.kv_heads, tokens, dim)
     options = variants(machine, -(-tokens // size) * size if size else tokens, queries)[variant]
@@ -286,49 +307,40 @@ MORE = (
 def correctness(machine: Machine) -> list[Case]:
     """Cases in groups by format, the formats that are timed first."""
     cases = []
-    per_row = 1.2 if machine.device == "cuda" else 0.7
+    # Compiled one after the other, a kernel takes a second or so.
+    per_row = 2.5 if machine.device == "cuda" else 0.7
     for at, name in enumerate((*HEADLINE, *MORE)):
         pair = parse_kv_format(name)
         worth = 100.0 - at
         rows = list(dict.fromkeys((pair.key, pair.value)))
         cases.append(
-            Case("codes", name, functools.partial(_codes, machine, rows), per_row * 3 * len(rows), worth + 1)
+            Case("codes", name, functools.partial(_codes, machine, rows), per_row * 6 * len(rows), worth + 1)
         )
         cases.append(
-            Case("attention", name, functools.partial(_attention, machine, pair), per_row * 6, worth)
+            Case("attention", name, functools.partial(_attention, machine, pair), per_row * 8, worth)
         )
     return cases
 
 
-def _codes(machine: Machine, rows: Sequence[Format]) -> list[Row]:
-    found = []
+def _codes(machine: Machine, rows: Sequence[Format]) -> Iterator[Row]:
     for row in rows:
         for at, dtype in enumerate(machine.dtypes):
             dim = machine.head_dims[at % len(machine.head_dims)]
-            found.append(codes(machine, row, dtype, dim))
-            found.append(dequantize(machine, row, dtype, dim))
-    return found
+            yield codes(machine, row, dtype, dim)
+            yield dequantize(machine, row, dtype, dim)
 
 
-def _attention(machine: Machine, pair: KVFormat) -> list[Row]:
-    found = []
-    dims = machine.head_dims
+def _attention(machine: Machine, pair: KVFormat) -> Iterator[Row]:
+    dims, dtypes = machine.head_dims, machine.dtypes
+    one: Callable[..., Row] = functools.partial(attention, machine, pair)
     for at, variant in enumerate(variants(machine, 4, 1)):
-        dtype = machine.dtypes[at % len(machine.dtypes)]
         queries = (1, 5, 1, 3, 1)[at % 5]
-        found.append(
-            attention(machine, pair, variant, queries=queries, dtype=dtype, dim=dims[at % len(dims)])
-        )
+        yield one(variant, queries=queries, dtype=dtypes[at % len(dtypes)], dim=dims[at % len(dims)])
     many = 90 if machine.device == "cuda" else 17
-    found.append(attention(machine, pair, "causal", queries=many, dtype=machine.dtypes[0], dim=dims[-1]))
+    yield one("causal", queries=many, dtype=dtypes[0], dim=dims[-1])
     if paged(pair.key) and paged(pair.value):
         for size in (16, 128) if machine.device == "cuda" else (8,):
-            found.append(
-                attention(
-                    machine, pair, "causal", queries=1, dtype=machine.dtypes[0], dim=dims[-1], size=size
-                )
-            )
-    return found
+            yield one("causal", queries=1, dtype=dtypes[0], dim=dims[-1], size=size)
 
 
 def untested() -> list[str]:

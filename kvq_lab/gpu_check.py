@@ -5,23 +5,27 @@ python -m kvq_lab.gpu_check --tune               # first look for better launch 
 python -m kvq_lab.gpu_check --interpret          # only right or wrong, on the CPU in Triton's interpreter, at tiny sizes
 
 It needs torch 2.11, triton 3.6 and numpy, or newer ones. Cases run in the order of what they are worth until the time is over;
-what was not run is listed as such. A kernel that is wrong gets no speed. Exit code: 0 where everything that ran is right, 1
-where something is wrong or failed, 2 where nothing could run.
+what was not run is listed as such. A kernel that is wrong gets no speed. Results are written as they come, so that what was
+found is kept if the script is stopped. Exit code: 0 where everything that ran is right, 1 where something is wrong or failed,
+2 where nothing could run.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import dataclasses
 import json
 import os
 import platform
 import re
+import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from kvq_lab import gpu_plan
 from kvq_lab.gpu_rows import Budget, Case, Row, run_cases, table
 
 SECONDS = 345.0
@@ -41,6 +45,7 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
     }
@@ -75,20 +80,9 @@ def why_not() -> str:
     return reason or ("" if triton else "")
 
 
-def all_cases(interpret: bool) -> list[Case]:
-    from kvq_lab import gpu_cases, gpu_cutlass, gpu_graphs, gpu_timing
-
-    if interpret:
-        return gpu_cases.correctness(gpu_cases.Machine.interpreter())
-    machine = gpu_cases.Machine("cuda")
-    cutlass = Case("codes", "CUTLASS", functools.partial(gpu_cutlass.check, machine), 30, 97.2)
-    bench = functools.cache(gpu_timing.Bench)
-    return [*gpu_cases.correctness(machine), *gpu_graphs.cases(machine), *gpu_timing.cases(bench), cutlass]
-
-
-def default_path(found: dict[str, Any]) -> Path:
+def file_name(found: dict[str, Any]) -> str:
     name = re.sub(r"[^a-z0-9]+", "_", str(found.get("gpu", "interpreter")).lower()).strip("_")
-    return Path(__file__).parent / "results" / f"gpu_{name}.json"
+    return f"gpu_{name}.json"
 
 
 def summary(rows: list[Row]) -> str:
@@ -110,42 +104,63 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=SECONDS, help="time that all of it may take (default %(default)s)"
     )
     made.add_argument(
-        "--only", default="", metavar="TEXT", help="only cases whose section and name contain TEXT"
+        "--only", default="", metavar="REGEX", help="only cases in whose section and name this is found"
     )
     made.add_argument(
-        "--json", type=Path, metavar="FILE", help="where results go (default kvq_lab/results/gpu_<name>.json)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where results, and launch parameters that were found, go as well (default: kvq_lab/results)",
     )
     made.add_argument(
         "--tune", action="store_true", help="look for launch parameters first, for half of the time"
     )
+    made.add_argument(
+        "--workers", type=int, default=gpu_plan.workers(), help="processes at a time (default %(default)s)"
+    )
     return made
+
+
+@dataclasses.dataclass
+class Record:
+    """Rows as they come: told, and written to a file that is whole at any time."""
+
+    found: dict[str, Any]
+    path: Path | None
+    begin: float
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    written: float = 0.0
+
+    def tell(self, row: Row) -> None:
+        self.rows.append(row)
+        said = f"{row.seconds * 1e3:.3f} ms" if row.seconds is not None else row.why
+        print(f"[{row.section}] {row.name}: {row.verdict} {said}".rstrip(), flush=True)
+        if time.monotonic() - self.written > 1:
+            self.write(complete=False)
+
+    def write(self, *, complete: bool) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        half = self.path.with_suffix(".part")
+        took = time.monotonic() - self.begin
+        half.write_text(json.dumps(report(self.found, self.rows, took, complete), indent=1) + "\n")
+        half.replace(self.path)
+        self.written = time.monotonic()
+
+    @property
+    def code(self) -> int:
+        """Of the process."""
+        if not any(row.verdict in ("right", "timed", "wrong", "failed") for row in self.rows):
+            return 2
+        return 1 if any(row.verdict in ("wrong", "failed") for row in self.rows) else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     asked = parser().parse_args(arguments)
     begin = time.monotonic()
-    if asked.interpret:
-        if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-            print(
-                "--interpret: triton was imported already, to compile; start a process of its own",
-                file=sys.stderr,
-            )
-            return 2
-        os.environ["TRITON_INTERPRET"] = "1"
-    if "TRITON_INTERPRET" in os.environ and not asked.interpret:
-        print(
-            "TRITON_INTERPRET is set, so that nothing would be compiled: unset it, or pass --interpret",
-            file=sys.stderr,
-        )
-        return 2
-    reason = "" if asked.interpret else why_not()
-    if reason:
-        print(
-            f"gpu_check cannot run here: {reason}.\n"
-            "It needs an NVIDIA GPU of sm_80 or later, or AMD gfx94x, with torch>=2.11, triton>=3.6 and numpy.\n"
-            "Without one, python -m kvq_lab.gpu_check --interpret checks the kernels' numbers on the CPU.",
-            file=sys.stderr,
-        )
+    if reason := prepare(asked.interpret):
+        print(reason, file=sys.stderr)
         return 2
     try:
         found = environment()
@@ -153,35 +168,75 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"gpu_check cannot run here: {error}", file=sys.stderr)
         return 2
     print(", ".join(f"{key} {value}" for key, value in found.items() if value), flush=True)
-    if asked.tune and not asked.interpret:
-        from kvq_lab import gpu_tune
+    folder = asked.out or (None if asked.interpret else Path(__file__).parent / "results")
+    record = Record(found, folder and folder / file_name(found), begin)
 
-        gpu_tune.tune(Budget(asked.seconds / 2), print)
-    cases = [case for case in all_cases(asked.interpret) if asked.only in f"{case.section} {case.name}"]
-    rows = run_cases(cases, Budget(asked.seconds - (time.monotonic() - begin)), _tell)
-    print("\n" + table(rows))
-    took = time.monotonic() - begin
-    print(f"\n{summary(rows)}; {took:.0f} s")
-    path = asked.json or default_path(found)
-    if asked.json is not None or not asked.interpret:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report(found, rows, took), indent=1) + "\n")
-        print(f"written to {path}")
-    if not any(row.verdict in ("right", "timed", "wrong", "failed") for row in rows):
-        return 2
-    return 1 if any(row.verdict in ("wrong", "failed") for row in rows) else 0
+    def left() -> float:
+        return asked.seconds - (time.monotonic() - begin)
+
+    complete = False
+    try:
+        if asked.tune and not asked.interpret:
+            tune(left() / 2, record, asked)
+        cases = chosen(gpu_plan.check_cases(asked.interpret), asked.only)
+        if asked.interpret:
+            run_cases(cases, Budget(left()), record.tell)
+        else:
+            gpu_plan.run(cases, gpu_plan.check_cases, left, record.tell, asked.workers)
+        complete = True
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+    finally:
+        record.write(complete=complete)
+    print("\n" + table(record.rows))
+    print(f"\n{summary(record.rows)}; {time.monotonic() - begin:.0f} s")
+    if record.path is not None:
+        print(f"written to {record.path}")
+    return record.code
 
 
-def report(found: dict[str, Any], rows: list[Row], took: float) -> dict[str, Any]:
-    """The JSON: environment, how long it took, and every row without what it does not have."""
+def chosen(cases: list[Case], only: str) -> list[Case]:
+    """The cases in whose section and name ``only`` is found."""
+    return [case for case in cases if re.search(only, case.key)]
+
+
+def prepare(interpret: bool) -> str:
+    """Set this process up for a GPU or for Triton's interpreter; why that cannot be, or ``""``."""
+    if interpret:
+        if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+            return "--interpret: triton was imported already, to compile; start a process of its own"
+        os.environ["TRITON_INTERPRET"] = "1"
+        return ""
+    if "TRITON_INTERPRET" in os.environ:
+        return "TRITON_INTERPRET is set, so that nothing would be compiled: unset it, or pass --interpret"
+    if reason := why_not():
+        return (
+            f"gpu_check cannot run here: {reason}.\n"
+            "It needs an NVIDIA GPU of sm_80 or later, or AMD gfx94x, with torch>=2.11, triton>=3.6 and numpy.\n"
+            "Without one, python -m kvq_lab.gpu_check --interpret checks the kernels' numbers on the CPU."
+        )
+    return ""
+
+
+def tune(seconds: float, record: Record, asked: argparse.Namespace) -> None:
+    """Look for launch parameters for so long; they are in the package's table afterwards, and in ``--out``."""
+    from kvq_ops.triton_kernels.configs import TABLE_FILE
+
+    end = time.monotonic() + seconds
+    print(f"tuning for {seconds:.0f} s; what is found goes to {TABLE_FILE}", flush=True)
+    cases = chosen(gpu_plan.tune_cases(), asked.only)
+    gpu_plan.run(cases, gpu_plan.tune_cases, lambda: end - time.monotonic(), record.tell, asked.workers)
+    if asked.out is not None:
+        shutil.copy(TABLE_FILE, asked.out / TABLE_FILE.name)
+
+
+def report(found: dict[str, Any], rows: list[Row], took: float, complete: bool = True) -> dict[str, Any]:
+    """The JSON: environment, how long it took, whether it came to its end, and every row without what it does not have."""
     kept = [{key: value for key, value in vars(row).items() if value not in (None, "", {})} for row in rows]
-    return {"environment": found, "seconds": round(took, 1), "rows": kept}
-
-
-def _tell(row: Row) -> None:
-    said = f"{row.seconds * 1e3:.3f} ms" if row.seconds is not None else row.why
-    print(f"[{row.section}] {row.name}: {row.verdict} {said}".rstrip(), flush=True)
+    return {"environment": found, "seconds": round(took, 1), "complete": complete, "rows": kept}
 
 
 if __name__ == "__main__":
+    # Stopped from outside, it ends its workers and says what it has.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -6,14 +6,15 @@ host code, which is how this file is tested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator
 
 import torch
 
 import kvq_ops
 from kvq_lab import gpu_oracle as oracle
 from kvq_lab.gpu_cases import Machine, empty, held, moved, pages_of, random, short, unequal
-from kvq_lab.gpu_rows import Row
+from kvq_lab.gpu_rows import Row, attempt
 from kvq_ops import reference
 from kvq_ops.formats import Format, get_format
 
@@ -22,27 +23,34 @@ ATTENDED = FORMATS[:4]
 NAME = "CUTLASS kernels"
 
 
-def check(machine: Machine) -> Sequence[Row]:
+def check(machine: Machine) -> Iterator[Row]:
     """Codes equal to the torch codec's bit by bit; attention as in float64, where the GPU has the instructions."""
     from cutlass_kernels import build
 
     if (reason := build.why_not()) is not None:
-        return [Row("codes", NAME, "not run", reason)]
+        yield Row("codes", NAME, "not run", reason)
+        return
     dim = machine.head_dims[-1]
-    rows = [codes(machine, get_format(name), dtype, dim) for name in FORMATS for dtype in machine.dtypes[:2]]
+    for name in FORMATS:
+        for dtype in machine.dtypes[:2]:
+            yield codes(machine, get_format(name), dtype, dim)
     if machine.device == "cuda":
         if torch.cuda.get_device_capability() < (9, 0):
-            rows.append(Row("attention", NAME, "not run", "made for compute capability 9.0 and later"))
-        else:
-            rows += [attention(machine, get_format(name), dim) for name in ATTENDED]
-    return rows
+            yield Row("attention", NAME, "not run", "made for compute capability 9.0 and later")
+            return
+        for name in ATTENDED:
+            yield attention(machine, get_format(name), dim)
 
 
 def codes(machine: Machine, row: Format, dtype: torch.dtype, dim: int) -> Row:
     """``quantize``, ``append_`` in two parts, ``paged_append_`` and ``dequantize``."""
+    found = Row("codes", f"CUTLASS {row.name} {short(dtype)} D={dim}", format=row.name)
+    return attempt(found, functools.partial(_code, machine, row, dtype, dim))
+
+
+def _code(machine: Machine, row: Format, dtype: torch.dtype, dim: int, found: Row) -> Row:
     from cutlass_kernels import operators
 
-    found = Row("codes", f"CUTLASS {row.name} {short(dtype)} D={dim}", format=row.name)
     tokens = machine.tokens
     x = random((2, machine.kv_heads, tokens, dim), dtype)
     want = empty(row, x, tokens + 3)
@@ -75,10 +83,14 @@ def codes(machine: Machine, row: Format, dtype: torch.dtype, dim: int) -> Row:
 
 def attention(machine: Machine, row: Format, dim: int) -> Row:
     """Decoding over rows of unequal length, in fp16."""
+    found = Row("attention", f"CUTLASS {row.name} {short(torch.float16)} D={dim}", format=row.name)
+    return attempt(found, functools.partial(_attend, machine, row, dim))
+
+
+def _attend(machine: Machine, row: Format, dim: int, found: Row) -> Row:
     from cutlass_kernels import attention as launcher
 
     dtype, tokens = torch.float16, machine.tokens
-    found = Row("attention", f"CUTLASS {row.name} {short(dtype)} D={dim}", format=row.name)
     query = random((2, machine.heads, 1, dim), dtype, 7)
     with kvq_ops.use_implementation("torch"):
         stores = [

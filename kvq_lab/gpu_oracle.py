@@ -11,20 +11,30 @@ and ``R`` roundings on the way to a number of the tile,
     var(score_t) = scale**2 * R u**2 / 3 * sum_d (q_d k_td)**2 + (2**-23 score_t)**2
     var(out)     = sum_t p_t**2 ((v_t - out)**2 var(score_t) + (R + 2) u**2 / 3 * v_t**2) + T 2**-48 / 3 * (sum_t p_t |v_t|)**2
 
-Eight standard deviations and the rounding of the result are allowed. A token that is dropped, doubled or read from the wrong
-place moves an output by far more than that.
+How many standard deviations are allowed follows from how many numbers are compared. A sum of independent roundings, each of at
+most ``a_i`` to either side, is off by ``t`` or more with a chance of at most ``2 exp(-t**2 / (2 sum a_i**2))`` (W. Hoeffding,
+Probability inequalities for sums of bounded random variables, 1963, theorem 2); a variance above is ``a_i**2 / 3``. So
+
+    t = sqrt(6 log(2 n / CHANCE)) standard deviations
+
+keep all ``n`` outputs of a comparison within ``t`` but for a chance of ``CHANCE``: 14 for a hundred thousand. To that comes the
+rounding of the result. A token that is dropped, doubled or read from the wrong place moves an output by far more.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
+from kvq_ops.formats import Format
+
 ROUNDINGS = 6
 """At most: four where scales belong to channels, one where vectors are rotated, one of the query."""
-DEVIATIONS = 8.0
+CHANCE = 1e-9
+"""Of calling a comparison wrong that is right."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +77,11 @@ class Expected:
         worst = int((error / self.limit).argmax())
         found, allowed = float(error.flatten()[worst]), float(self.limit.flatten()[worst])
         return (f"error {found:.3g}, allowed {allowed:.3g}" if found > allowed else ""), found, allowed
+
+
+def deviations(count: int) -> float:
+    """Standard deviations within which ``count`` sums of roundings stay; see above."""
+    return math.sqrt(6 * math.log(2 * max(count, 1) / CHANCE))
 
 
 def unit(dtype: torch.dtype, *, bfloat16_stored: bool = False) -> float:
@@ -129,21 +144,30 @@ def attention(
     rounding = (weights**2 @ v**2) * u**2 * (ROUNDINGS + 2) / 3
     adding = (weights @ v.abs()) ** 2 * tokens * 2.0**-48 / 3
     info = torch.finfo(dtype)
-    limit = DEVIATIONS * (spread.clamp_min(0) + rounding + adding).sqrt()
+    limit = deviations(out.numel()) * (spread.clamp_min(0) + rounding + adding).sqrt()
     return Expected(out, limit + info.eps / 2 * out.abs() + info.smallest_normal)
 
 
-def decoded(values: Tensor, dtype: torch.dtype) -> Expected:
-    """Expected ``dequantize``: the codec's numbers, a product and a sum joined into one rounding or not, rounded to ``dtype``.
+def decoded(values: Tensor, dtype: torch.dtype, row: Format) -> Expected:
+    """Expected ``dequantize``, rounded to ``dtype``.
+
+    The codec's numbers and the kernel's are both fp32, each off by at most ``steps`` roundings of ``2**-24``, relative to the
+    largest number of the vector: a product and a sum, where the product can be twice that number, are 3 (joined into one, less);
+    a vector that is turned back by its position takes 8 more: two products, two sines to within 2 roundings each, and a sum. A
+    length is a sum of ``D`` squares, a root and a quotient. Where vectors were rotated, each of ``log2 D`` sums and the factor
+    behind them is rounded relative to what it gives, which is no more than the length of the vector.
 
     Args:
         values: fp32, from the torch codec.
     """
-    largest = values.abs().amax(-1, keepdim=True).double()
     info = torch.finfo(dtype)
-    exact = values.double().clamp(-info.max, info.max)
-    # A rotated vector is a sum of all of its channels.
-    steps = 2.0**-24 * (2 + values.shape[-1] ** 0.5)
-    return Expected(
-        exact, DEVIATIONS * steps * largest + info.eps / 2 * exact.abs() + info.smallest_normal * info.eps
-    )
+    x = values.double()
+    exact = x.clamp(-info.max, info.max)
+    planes = {plane.name for plane in row.planes}
+    sums = math.log2(x.shape[-1])
+    steps = 3.0 + 8.0 * ("position" in planes) + (sums + 3) * ("norm" in planes)
+    off = steps * x.abs().amax(-1, keepdim=True)
+    if row.rotation:
+        off = off + (sums + 1 + steps) * x.norm(dim=-1, keepdim=True)
+    limit = 2 * 2.0**-24 * off
+    return Expected(exact, limit + info.eps / 2 * (exact.abs() + limit) + info.smallest_normal * info.eps)

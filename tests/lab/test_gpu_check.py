@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvq_lab import gpu_cases, gpu_check, gpu_oracle
+from kvq_lab import gpu_cases, gpu_check, gpu_oracle, gpu_plan
 from kvq_lab.gpu_rows import Budget, Case, Row, run_cases, table
 from kvq_ops import reference, registry
 from kvq_ops.formats import get_format, parse_kv_format
 from kvq_ops.registry import Implementation
+from tests.lab import gpu_standin
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = gpu_cases.Machine.interpreter()
@@ -53,10 +54,10 @@ def test_it_does_not_mistake_the_interpreter_for_a_gpu() -> None:
 @pytest.mark.slow
 def test_in_the_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the triton extra is not installed")
-    out = tmp_path / "found.json"
-    done = script("--interpret", "--only", "int8_per_token_head", "--json", str(out))
+    done = script("--interpret", "--only", "int8_per_token_head", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads(out.read_text())
+    found = json.loads((tmp_path / "gpu_interpreter.json").read_text())
+    assert found["complete"]
     assert {"kvq", "torch", "triton"} <= set(found["environment"])
     assert {row["section"] for row in found["rows"]} == {"codes", "dequantize", "attention"}
     assert len(found["rows"]) >= 11 and all(row["verdict"] == "right" for row in found["rows"])
@@ -214,7 +215,7 @@ def test_the_report_holds_what_the_rows_hold() -> None:
         "bytes": 10,
     }
     assert found["rows"][1]["why"] == "3 differ"
-    assert gpu_check.default_path({"gpu": "NVIDIA H200"}).name == "gpu_nvidia_h200.json"
+    assert gpu_check.file_name({"gpu": "NVIDIA H200"}) == "gpu_nvidia_h200.json"
 
 
 def test_limits_grow_with_the_arithmetic() -> None:
@@ -236,7 +237,7 @@ def test_cutlass_kernels_are_checked_in_host_code(monkeypatch: pytest.MonkeyPatc
     from cutlass_kernels import operators
     from kvq_lab import gpu_cutlass
 
-    rows = gpu_cutlass.check(MACHINE)
+    rows = list(gpu_cutlass.check(MACHINE))
     assert [row.verdict for row in rows] == ["right"] * 2 * len(gpu_cutlass.FORMATS), table(rows)
 
     original = operators.append_
@@ -256,3 +257,168 @@ def test_without_cutlass_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "why_not", lambda: "nvidia-cutlass-dsl is not installed")
     (row,) = gpu_cutlass.check(MACHINE)
     assert row.verdict == "not run" and "not installed" in row.why
+
+
+def test_cutlass_attention_is_held_to_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels need a GPU: the reference stands in for them, and something that is not attention."""
+    import types
+
+    import kvq_ops
+    from cutlass_kernels import build, operators
+    from kvq_lab import gpu_cutlass
+
+    def attention(query: Any, key: Any, value: Any, key_format: Any, value_format: Any, **more: Any) -> Any:
+        with kvq_ops.use_implementation("torch"):
+            return kvq_ops.attention(query, key, value, key_format.name, value_format.name, **more)
+
+    launcher = types.ModuleType("cutlass_kernels.attention")
+    launcher.attention = attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, launcher.__name__, launcher)
+    monkeypatch.setattr(sys.modules["cutlass_kernels"], "attention", launcher, raising=False)
+    monkeypatch.setattr(build, "why_not", lambda: None)
+    gpu_standin.install(monkeypatch)
+
+    def missing(*_: Any) -> None:
+        raise RuntimeError("not compiled")
+
+    monkeypatch.setattr(operators, "append_", missing)
+    machine = gpu_cases.Machine("cuda", tokens=19, heads=4, head_dims=(32,))
+    with gpu_standin.OnCPU():
+        rows = list(gpu_cutlass.check(machine))
+        assert [row.verdict for row in rows] == ["failed"] * 12 + ["right"] * 4, table(rows)
+        launcher.attention = lambda query, *_, **__: query  # type: ignore[attr-defined]
+        assert gpu_cutlass.attention(machine, get_format("nvfp4"), 32).verdict == "wrong"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+        assert list(gpu_cutlass.check(machine))[-1].verdict == "not run"
+
+
+# -------------------------------------------------------------------------------------------------------- the whole way
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """As far as ``main`` is concerned there is one."""
+    gpu_standin.install(monkeypatch)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from kvq_ops.triton_kernels import availability
+
+    monkeypatch.setattr(availability, "gpu_refusal", lambda: None)
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *found: Row | BaseException) -> None:
+    def run(cases: Any, make: Any, seconds: Any, tell: Any, count: int) -> None:
+        assert make in (gpu_plan.check_cases, gpu_plan.tune_cases) and seconds() > 0 and count > 0
+        for row in found:
+            if isinstance(row, BaseException):
+                raise row
+            tell(row)
+
+    monkeypatch.setattr(gpu_plan, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        (Row("codes", "a"), 0),
+        (Row("codes", "a", "wrong", "3 differ"), 1),
+        (Row("codes", "a", "failed", "raised"), 1),
+        (Row("codes", "a", "not run", "out of time"), 2),
+        (KeyboardInterrupt(), 2),
+    ],
+)
+def test_the_exit_code_says_what_was_found(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: Any, code: int
+) -> None:
+    pytest.importorskip("triton")
+    plan(monkeypatch, row)
+    assert gpu_check.main(["--out", str(tmp_path)]) == code
+    found = json.loads((tmp_path / "gpu_stand_in.json").read_text())
+    assert found["complete"] == (not isinstance(row, BaseException))
+    assert found["environment"]["gpu"] == "Stand-in" and len(found["rows"]) == found["complete"]
+
+
+def test_what_was_found_before_a_crash_is_kept(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    plan(monkeypatch, Row("codes", "a"), Row("codes", "b"), ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        gpu_check.main(["--out", str(tmp_path)])
+    found = json.loads((tmp_path / "gpu_stand_in.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["a", "b"] and not found["complete"]
+
+
+def test_launch_parameters_that_were_found_are_copied(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    plan(monkeypatch, Row("tune", "a", "timed", seconds=1.0))
+    assert gpu_check.main(["--tune", "--out", str(tmp_path / "new")]) == 0
+    assert "entries" in json.loads((tmp_path / "new" / "configs.json").read_text())
+
+
+def test_what_is_in_the_way_is_said(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    assert gpu_check.why_not() == "" and gpu_check.prepare(False) == ""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "triton", None)
+        assert "pip install" in gpu_check.why_not()
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_check, "environment", lambda: (_ for _ in ()).throw(ImportError("no numpy")))
+        assert gpu_check.main([]) == 2 and "no numpy" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert gpu_check.why_not() == "no GPU that torch can use"
+    # Triton is here already, as a compiler.
+    assert "process of its own" in gpu_check.prepare(True)
+
+
+def test_every_case_of_the_plan_can_be_found_by_its_name(gpu: None) -> None:
+    """Workers are told which case to run by its key."""
+    pytest.importorskip("triton")
+    for cases in (gpu_plan.check_cases(), gpu_plan.tune_cases(), gpu_plan.check_cases(True)):
+        assert cases and len({case.key for case in cases}) == len(cases)
+
+
+def test_cases_are_picked_by_section_and_name() -> None:
+    cases = [Case(section, "int8", lambda: [], 1, 1) for section in ("tune", "decode", "codes")]
+    assert [case.section for case in gpu_check.chosen(cases, "tune|decode")] == ["tune", "decode"]
+    assert [case.section for case in gpu_check.chosen(cases, "codes int")] == ["codes"]
+    assert gpu_check.chosen(cases, "") == cases
+
+
+def test_the_time_is_enough(gpu: None) -> None:
+    """On sixteen cores what comes first, and what is timed, are expected to fit into six minutes."""
+    pytest.importorskip("triton")
+    cases, workers = gpu_plan.check_cases(), 14
+    first = [case.seconds for case in cases if not case.alone and case.worth >= gpu_plan.FIRST]
+    alone = sum(case.seconds for case in cases if case.alone)
+    rest = sum(case.seconds for case in cases if not case.alone) - sum(first)
+    assert max(first) < gpu_check.SECONDS * gpu_plan.EARLY
+    assert sum(first) / workers < gpu_check.SECONDS * gpu_plan.EARLY
+    assert sum(first) / workers + alone + rest / workers < gpu_check.SECONDS
+
+
+def test_in_the_interpreter_it_runs_here(
+    broken: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the way, with kernels that are the torch implementation."""
+    broken("none", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert gpu_check.main(["--interpret", "--only", "codes int8_per_token_head"]) == 0
+    assert "codes: 2 right" in capsys.readouterr().out
+    assert gpu_check.main(["--interpret", "--only", "no such case"]) == 2
+
+
+@pytest.mark.parametrize("name", ["int4_group32", "kivi4", "mxfp8", "turbo4", "nuq4", "none"])
+def test_all_that_is_asked_of_a_gpu(broken: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The cases as a GPU gets them, at its sizes but fewer tokens."""
+    broken("none", None)
+    gpu_standin.install(monkeypatch)
+    machine = gpu_cases.Machine("cuda", tokens=100, heads=4, head_dims=(32, 64))
+    with gpu_standin.OnCPU():
+        cases = [case for case in gpu_cases.correctness(machine) if case.name == name]
+        rows = [row for case in cases for row in case.rows()]
+    assert len(cases) == 2 and all(row.ok for row in rows), table(rows)
