@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,6 +27,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("model") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("model"))
+    # Groups are long and stay on one worker: they come first, so that none is left to the end.
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out tests without a group by the dozen: xdist spends milliseconds on each scope, and there are thousands of tests."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Dozens(LoadGroupScheduling):
+        def schedule(self) -> None:
+            if self.collection is None and self.collection_is_completed:
+                collected = next(iter(self.registered_collections.values()))
+                self.dozen = {nodeid: at // 12 for at, nodeid in enumerate(collected)}
+            super().schedule()
+
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid) if "@" in nodeid else f"dozen {self.dozen[nodeid]}"
+
+    return Dozens(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(autouse=True)
