@@ -50,10 +50,15 @@ def softmax_of(node: Node, effects: Effects) -> Softmax | None:
         found = _quotient(node)
     elif name == "exp":
         found = _logarithm(node)
-    handed = () if found is None else (*found.inner, found.node)
+    if found is None:
+        return None
+    handed = (*found.inner, found.node)
     if any(effects.writes_between(one, later) for one in handed for later in handed if one in later.args):
         return None
-    return found
+    # All that read the source have to read the same of it; what was written before the first of them is the walk's to see.
+    first = min(effects.order[one] for one in handed if found.source in one.args)
+    writes = effects.writes_between(found.source, found.reader)
+    return None if any(effects.order[write] > first for write in writes) else found
 
 
 def _quotient(node: Node) -> Softmax | None:

@@ -64,7 +64,14 @@ def summed_elsewhere(s):
     return s.exp() / (s + 1).exp().sum(-1, keepdim=True)
 
 
+def scaled_after_logsumexp(s):
+    total = s.logsumexp(-1, keepdim=True)
+    s.mul_(2.0)
+    return torch.exp(s - total)
+
+
 LOOK_LIKE_SOFTMAX = {
+    "scaled between logsumexp and difference": scaled_after_logsumexp,
     "masked between exp and sum": masked_after_exp,
     "sum of another exp": summed_elsewhere,
     "sum over everything": lambda s: s.exp() / s.exp().sum(),
@@ -82,6 +89,15 @@ LOOK_LIKE_SOFTMAX = {
 @pytest.mark.parametrize("weights", LOOK_LIKE_SOFTMAX.values(), ids=LOOK_LIKE_SOFTMAX)
 def test_what_looks_like_a_softmax(weights) -> None:
     graph_module = exported(lambda q, k, v: weights(scores(q, k)) @ v, qkv())
+    assert find_attention(graph_module) == []
+
+
+def test_scores_written_unread_between_logsumexp_and_difference() -> None:
+    """A write that nobody reads by name: what is subtracted is of the scores before it, what it is subtracted from after."""
+    graph_module = exported(lambda q, k, v: scaled_after_logsumexp(scores(q, k)) @ v, qkv())
+    (write,) = (node for node in graph_module.graph.nodes if str(node.target) == "aten.mul_.Tensor")
+    write.replace_all_uses_with(write.args[0])
+    graph_module.recompile()
     assert find_attention(graph_module) == []
 
 
