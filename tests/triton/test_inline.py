@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,25 +10,9 @@ from expecttest import assert_expected_inline
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.triton.traces import traced as tracing
 
-
-@functools.cache
-def traced(*case: str) -> dict[str, Any]:
-    """What ``tests.triton.trace_graphs`` prints for a case."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.triton.trace_graphs", *case],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+traced = functools.partial(tracing, "trace_graphs")
 
 
 OPERATORS = ["kvq.append_.default", "kvq.append_.default", "kvq.attention.default", "aten.mul.Tensor"]

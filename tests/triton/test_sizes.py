@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,26 +13,9 @@ from kvq_ops.formats import get_format
 from kvq_ops.triton_kernels.attention import count_splits, whole_waves
 from kvq_ops.triton_kernels.configs import config_for
 from kvq_ops.triton_kernels.spec import Spec, spec_of
+from tests.triton.traces import traced as tracing
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@functools.cache
-def traced(*case: str) -> dict[str, Any]:
-    """What ``tests.triton.trace_sizes`` prints for a case."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.triton.trace_sizes", *case],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+traced = functools.partial(tracing, "trace_sizes")
 
 
 def more(operator: str, change: str) -> int:
