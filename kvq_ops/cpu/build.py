@@ -7,6 +7,7 @@ others wait for it. A file that is damaged is compiled again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -141,6 +142,8 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         wanted = ("flags", "Features", "model name", "CPU part")
         return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return _output(["sysctl", "-n", "machdep.cpu.brand_string"])  # on macOS
     return platform.processor()
 
 
@@ -212,10 +215,20 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], target: Path) -> Non
     )
 
 
+@functools.cache
+def _takes(compiler: tuple[str, ...], flags: tuple[str, ...]) -> bool:
+    command = [*compiler, *flags, "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+
+
 def _flags() -> tuple[str, ...]:
+    chosen = _flags_of_capabilities()[capability()]
+    # Not every clang knows the ARM processor it runs on by the name "native". The kernels need none of what that adds to ARMv8.
+    if chosen == _ARM["native"] and not _takes(tuple(_compiler()), chosen):
+        chosen = _ARM["default"]
     return (
         *_FLAGS,
-        *_flags_of_capabilities()[capability()],
+        *chosen,
         *shlex.split(os.environ.get("KVQ_CPU_FLAGS", "")),
     )
 

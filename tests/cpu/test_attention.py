@@ -107,6 +107,30 @@ def test_head_dims_of_keys_and_values_differ(dims: tuple[int, int]) -> None:
         check(torch.randn(1, 4, queries, dims[1]), value, key, names[::-1])
 
 
+@pytest.mark.parametrize(
+    "name", ["int4_group16", "int4_group32", "int4_per_token_head", "nvfp4", "mxfp4", "int2_group32"]
+)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_rows_of_which_several_fill_a_vector(name: str, dim: int) -> None:
+    """Codes of 16 or 32 bytes: lengths that end within a vector, stores that are part of a larger one, other keys than values."""
+    for tokens in (1, 3, 31, 33, 66, 150):
+        key, value = (filled(name, 2, 2, tokens, dim, [tokens, (tokens + 1) // 2]) for _ in range(2))
+        for group in (1, 3, 4):
+            query = torch.randn(2, 2 * group, 1, dim)
+            check(query, key, value, (name, name), causal=True)
+            apart = [
+                torch.stack([x, x], 2)[:, :, 0] if x.dim() > 2 else x for x in key
+            ]  # heads lie twice as far apart
+            check(query, apart, value, (name, name))
+            wide = [
+                torch.cat([x, x], 3)[..., : x.shape[3]] if x.dim() == 4 else x for x in value
+            ]  # so do tokens
+            check(query, key, wide, (name, name))
+    other = filled("int8_per_token_head", 2, 2, 150, dim)
+    check(torch.randn(2, 4, 1, dim), other, value, ("int8_per_token_head", name))
+    check(torch.randn(2, 4, 1, dim), value, other, (name, "int8_per_token_head"))
+
+
 def test_long_histories_are_cut_and_merged() -> None:
     """Over many cuts, also when everything lies in one of them, or when weights are concentrated on a few keys."""
     for name in ("int8_per_token_head", "int4_group32"):

@@ -4,6 +4,7 @@
 #include <memory>
 #include <utility>
 
+#include "ahead.h"
 #include "calls.h"
 #include "decode.h"
 #include "gemm.h"
@@ -225,23 +226,40 @@ void mix(const Block& k, Reach tile, const Bias& bias, int64_t end, int64_t widt
   for (int64_t t = 0; t < n; ++t) std::fill(out + t * width + k.rows, out + (t + 1) * width, 0.0f);
 }
 
-// Where codes from t0 on lie, as far as `end` and the first page, if they lie close together.
-std::pair<const char*, const char*> codes_from(const Side& s, const Block& k, int64_t t0, int64_t end) {
-  const int64_t n = end - t0, size = item_size(s.codes.dtype);
-  const int64_t stride = s.codes.t * size, bytes = bytes_of(s.bits, s.dim) * size;
-  if (n <= 0 || stride > 2 * bytes) return {s.codes.data, s.codes.data};
-  const Run run = run_of(s, k.b, t0, n);
-  const char* first = at(s.codes, run.row, k.h, run.slot);
-  return {first, first + (run.count - 1) * stride + bytes};
+// Adds what a plane holds of tokens t0 .. end, as far as the first page, if it lies close together: `items` of each token.
+void fetch(const Side& s, const Plane& p, int64_t items, const Block& k, int64_t t0, int64_t end, Ahead& ahead) {
+  const int64_t size = item_size(p.dtype), bytes = items * size;
+  if (p.dtype == NONE || end <= t0 || p.t * size > 2 * bytes) return;
+  const Run run = run_of(s, k.b, t0, end - t0);
+  const char* first = at(p, run.row, k.h, run.slot);
+  ahead.add(first, first + (run.count - 1) * p.t * size + bytes);
 }
 
-// What to fetch during a span: its values, then the keys of the next.
+void fetch_codes(const Side& s, const Block& k, int64_t t0, int64_t end, Ahead& ahead) {
+  fetch(s, s.codes, bytes_of(s.bits, s.dim), k, t0, end, ahead);
+}
+
+void fetch_scales(const Side& s, const Block& k, int64_t t0, int64_t end, Ahead& ahead) {
+  if (s.static_scale || s.scale_tokens != 1) return;
+  const int64_t groups = s.scale_channels ? (s.dim + s.scale_channels - 1) / s.scale_channels : 1;
+  fetch(s, s.scale, groups, k, t0, end, ahead);
+  fetch(s, s.minimum, groups, k, t0, end, ahead);
+}
+
+// What to fetch during a span: its values, then all that the next one begins with. That may be another item's, which the same thread
+// will mostly take.
 Ahead ahead_of(const Block& k, const Integers& integers, int64_t from, int64_t to, int64_t end) {
-  const auto [value, value_end] = codes_from(k.a.value, k, from, to);
-  const auto [key, key_end] = codes_from(k.a.key, k, to, std::min(to + kSpan, end));
-  Ahead ahead{value, value_end, key, key_end};
-  const int64_t lines = (value_end - value + key_end - key) / 64, softmax = k.rows * ((to - from + kTile - 1) / kTile);
-  const auto share = [&](int64_t eighths, int64_t steps) { return steps ? int((lines * eighths + 8 * steps - 1) / (8 * steps)) : 0; };
+  const AttentionArgs& a = k.a;
+  const int64_t next = std::min(to + kSpan, end);
+  Ahead ahead;
+  fetch_codes(a.value, k, from, to, ahead);
+  fetch_scales(a.key, k, to, next, ahead);
+  fetch_codes(a.key, k, to, next, ahead);
+  fetch_scales(a.value, k, to, next, ahead);
+  const int64_t softmax = k.rows * ((to - from + kTile - 1) / kTile);
+  const auto share = [&](int64_t eighths, int64_t steps) {
+    return steps ? int((ahead.lines() * eighths + 8 * steps - 1) / (8 * steps)) : 0;
+  };
   ahead.keys = share(3, integers.key_steps(to - from));
   ahead.softmax = share(2, softmax);
   ahead.values = share(3, integers.value_steps(to - from));
@@ -262,7 +280,7 @@ void attend_few(const Block& k, Reach part, int64_t end, Desk& desk, Integers& i
   for (int64_t from = part.lo; from < part.hi; from += kSpan) {
     const int64_t to = std::min(from + kSpan, part.hi), tiles = (to - from + kTile - 1) / kTile;
     bool open[kSpanTiles], plain[kSpanTiles], coarse[kSpanTiles];
-    Ahead ahead = ahead_of(k, integers, from, to, part.hi);
+    Ahead ahead = ahead_of(k, integers, from, to, last.hi);
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t t0 = from + i * kTile, n = std::min(kTile, to - t0);
       const Reach tile{t0, t0 + n};
@@ -446,7 +464,11 @@ int64_t run(AttentionArgs a) {
     float* p = parts.get() + (i * splits + split) * part_size;
     return State{p, p + width, p + 2 * width};
   };
-  parallel(items, threads, [&](int64_t item) {
+  // A thread takes parts that follow each other where it can, so that what it fetched ahead is what it needs.
+  const int64_t lanes = std::min(threads, items), longest_lane = (items + lanes - 1) / lanes;
+  parallel(lanes * longest_lane, threads, [&](int64_t turn) {
+    const int64_t item = turn % lanes * longest_lane + turn / lanes;
+    if (item >= items) return;
     const Block k = block_of(item / splits);
     State state = state_of(item / splits, item % splits);
     const int64_t end = end_of(a, k.b);

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "neon.h"
 #include "rotary.h"
 #include "vec.h"
 
@@ -58,6 +59,45 @@ inline vf get(const Side& s, const uint8_t* row, int64_t j) {
   if constexpr (CODE == TABLE2) return from_table<2>(row + j * W * 2 / 8, s.table);
 }
 
+// Reads the codes of a row, `STEP` vectors at a time.
+#if defined(KVQ_NEON)
+template <int CODE>
+struct Reader {
+  static constexpr int STEP = 4;
+  Entries table{};
+  explicit Reader(const Side& s) {
+    if (CODE == TABLE4 || CODE == TABLE3 || CODE == TABLE2) table = entries_of(s.table);
+  }
+  void operator()(const Side&, const uint8_t* row, int64_t j, vf* x) const { get16<CODE>(row, j / STEP, table, x); }
+};
+#else
+template <int CODE>
+struct Reader {
+  static constexpr int STEP = 1;
+  explicit Reader(const Side&) {}
+  void operator()(const Side& s, const uint8_t* row, int64_t j, vf* x) const { *x = get<CODE>(s, row, j); }
+};
+#endif
+
+// out[j] = use(j / SHARE * SHARE, number j) for the vectors of a row.
+template <int SHARE, int CODE, class Use>
+inline __attribute__((always_inline)) void each_vector(const Reader<CODE> read, const Side& s, const uint8_t* row, float* out,
+                                                       const Use& use) {
+  constexpr int STEP = Reader<CODE>::STEP;
+  const int64_t vectors = padded(s.dim) / W;
+  int64_t j = 0;
+  for (; j + STEP <= vectors; j += STEP) {
+    vf x[STEP];
+    read(s, row, j, x);
+    KVQ_UNROLL for (int k = 0; k < STEP; ++k) x[k] = use(j + k / SHARE * SHARE, x[k]);
+    KVQ_UNROLL for (int k = 0; k < STEP; ++k) store(out + (j + k) * W, x[k]);
+  }
+  if (STEP == 1 || j == vectors) return;
+  vf rest[STEP];
+  read(s, row, j, rest);  // of a copy, which goes on behind its end
+  for (int k = 0; j + k < vectors; ++k) store(out + (j + k) * W, use(j + k / SHARE * SHARE, rest[k]));
+}
+
 // Row `index` of a plane of parameters as one number for each channel.
 inline void spread_row(const Plane& p, int64_t b, int64_t h, int64_t t, int64_t channels, int64_t dim, float factor,
                        float* out) {
@@ -94,7 +134,7 @@ void load_numbers(const Plane& p, int64_t b, int64_t h, int64_t t0, int64_t n, i
       else if (DTYPE == F16) x = from_half(from);
       else if (DTYPE == BF16) x = from_bfloat(from);
       else if (DTYPE == E4M3) x = from_e4m3(from);
-      else for (int j = 0; j < W; ++j) x[j] = load_number(row + i * size + j, DTYPE);
+      else x = from_e8m0(from);
       store(out + i, x * factor);
     }
     for (; i < count; ++i) out[i] = load_number(row + i * size, DTYPE) * factor;
@@ -146,30 +186,30 @@ struct Parameters {
 
 // Token `i` of a tile, `t` of the store.
 template <int CODE, bool PLAIN>
-inline void decode_row(const Side& s, const uint8_t* row, int64_t b, int64_t h, int64_t t, int64_t i, float* out,
-                       Parameters& p) {
-  const int64_t vectors = padded(s.dim) / W;
-  if (PLAIN) {
-    for (int64_t j = 0; j < vectors; ++j) store(out + j * W, get<CODE>(s, row, j));
-    return;
-  }
+inline void decode_row(const Reader<CODE>& read, const Side& s, const uint8_t* row, int64_t b, int64_t h, int64_t t, int64_t i,
+                       float* out, Parameters& p) {
+  if (PLAIN) return each_vector<1>(read, s, row, out, [](int64_t, vf x) { return x; });
   const bool low = s.minimum.dtype != NONE;
   if (p.groups) {
     const float *scale = p.scale + i * p.groups, *minimum = p.minimum + i * p.groups;
-    if (low) {
-      for (int64_t j = 0; j < vectors; ++j)
-        store(out + j * W, get<CODE>(s, row, j) * set1(scale[j >> p.shift]) + set1(minimum[j >> p.shift]));
+    const int64_t shift = p.shift;
+    const auto scaled = [=](int64_t j, vf x) { return x * set1(scale[j >> shift]); };
+    const auto affine = [=](int64_t j, vf x) { return x * set1(scale[j >> shift]) + set1(minimum[j >> shift]); };
+    constexpr int STEP = Reader<CODE>::STEP;
+    if (STEP > 1 && int64_t(STEP) >> shift <= 1) {  // vectors that are read at once have one scale
+      if (low) each_vector<STEP>(read, s, row, out, affine);
+      else each_vector<STEP>(read, s, row, out, scaled);
     } else {
-      for (int64_t j = 0; j < vectors; ++j) store(out + j * W, get<CODE>(s, row, j) * set1(scale[j >> p.shift]));
+      if (low) each_vector<1>(read, s, row, out, affine);
+      else each_vector<1>(read, s, row, out, scaled);
     }
     return;
   }
   p.spread(s, b, h, t);
   if (low) {
-    for (int64_t j = 0; j < vectors; ++j)
-      store(out + j * W, get<CODE>(s, row, j) * load(p.scale + j * W) + load(p.minimum + j * W));
+    each_vector<1>(read, s, row, out, [&](int64_t j, vf x) { return x * load(p.scale + j * W) + load(p.minimum + j * W); });
   } else {
-    for (int64_t j = 0; j < vectors; ++j) store(out + j * W, get<CODE>(s, row, j) * load(p.scale + j * W));
+    each_vector<1>(read, s, row, out, [&](int64_t j, vf x) { return x * load(p.scale + j * W); });
   }
 }
 
@@ -222,6 +262,7 @@ KVQ_KERNEL void decode_rows(const Side& given, int64_t b, int64_t h, int64_t t0,
   Side s = given;
   float table[16];
   s.table = table_of(given, h, table);
+  const Reader<CODE> read(s);
   Parameters p(s, b, h, t0, PLAIN ? 0 : n);
   // A row whose end is no end of a vector, or whose bytes lie apart, is copied, so that nothing beyond it is read.
   alignas(64) uint8_t copy[kMaxDim + 64];
@@ -246,12 +287,12 @@ KVQ_KERNEL void decode_rows(const Side& given, int64_t b, int64_t h, int64_t t0,
     }
 #endif
     if (shifted || s.rule == NORMED) {
-      decode_row<CODE, true>(s, codes, b, h, t, t - t0, out, p);
+      decode_row<CODE, true>(read, s, codes, b, h, t, t - t0, out, p);
       if (s.rule == NORMED) give_length(s, b, h, t, out);
       const float scale = shifted && !PLAIN ? scale_of(s, b, h, t) : 1.0f;
       if (shifted) for (int64_t d = 0; d < s.dim; ++d) out[d] = (out[d] - zero) * scale;
     } else {
-      decode_row<CODE, PLAIN>(s, codes, b, h, t, t - t0, out, p);
+      decode_row<CODE, PLAIN>(read, s, codes, b, h, t, t - t0, out, p);
     }
     // Codes beyond the last channel are zero, but what they stand for is not.
     for (int64_t d = s.dim; d < padded(s.dim); ++d) out[d] = 0.0f;

@@ -5,6 +5,8 @@
 // vector, 128 bits wide, and nothing below moves bytes between lanes: dwords (of keys) or bytes (of values) of four tokens are
 // interleaved within a lane, which is cheap, and lanes are told apart until the end, which is where groups of channels have their
 // own scales. Channel P (64 block + 16 L + 4 j + e) + p is what plane p of that byte holds.
+//
+// Rows of 32 or 16 bytes are folded: a vector holds those of 2 or 4 tokens that follow each other, in its lanes, and is a row below.
 #pragma once
 #include <type_traits>
 
@@ -16,17 +18,24 @@
 namespace kvq {
 
 constexpr int kDigits = 3;
-constexpr int kQuad = 4;                // tokens whose codes lie in a lane together
-constexpr int kPack = 8;                // tokens that are found by one pointer
-constexpr int kMost = 4;                // rows of a product at once
+constexpr int kQuad = 4;                // rows whose codes lie in a lane together
+constexpr int kPack = 8;                // rows that are found by one pointer
+constexpr int kMost = 4;                // query rows of a product at once
+constexpr int kFold = 4;                // tokens in a row, at most
 constexpr int64_t kRun = 2 * kTile;     // tokens of values in a product, at most
 constexpr int64_t kPacks = kRun / kPack;
 
 // What the codes of a side are made of. `planes` 0: they are no integers.
 struct Codes {
-  int64_t planes = 0, bytes = 0, blocks = 0, bias = 0;
+  int64_t planes = 0, bytes = 0, blocks = 0, bias = 0, fold = 1;
   float factor = 1.0f;                  // what an integer is times to be the number it stands for
   alignas(16) int8_t table[16];         // integers of packed codes
+
+  int64_t packs(int64_t tokens) const { return (tokens + kPack * fold - 1) / (kPack * fold); }
+  // Of a quad, the token that lane `lane` holds in its i-th place.
+  int64_t token(int64_t lane, int64_t i) const { return i * fold + lane * fold / 4; }
+  // The byte of a token's codes that lies in a row at byte `i`.
+  int64_t byte(int64_t i) const { return fold == 1 ? i : i % bytes; }
 };
 
 // Keys are unsigned to the processor: integers plus the bias. Values are signed.
@@ -79,6 +88,7 @@ inline Codes codes_of(const Side& s) {
   c.planes = planes;
   c.bytes = bytes_of(s.bits, s.dim);
   c.blocks = (c.bytes + 63) / 64;
+  if (planes > 1 && (c.bytes == 32 || c.bytes == 16)) c.fold = 64 / c.bytes;
   return c;
 }
 
@@ -110,26 +120,26 @@ struct Rows {
 };
 
 inline void find_rows(const Side& s, const Codes& c, int64_t b, int64_t h, int64_t t0, int64_t n, uint8_t* copy, Rows& rows) {
-  const int64_t wide = c.blocks * 64;
-  for (int64_t p = 0; p * kPack < n; ++p, copy += kPack * wide) {
-    const int64_t here = std::min<int64_t>(kPack, n - p * kPack);
-    if (here == kPack && wide == c.bytes) {
-      const Run run = run_of(s, b, t0 + p * kPack, kPack);
-      if (run.count == kPack) {
+  const int64_t wide = c.blocks * 64 / c.fold, tokens = kPack * c.fold;
+  for (int64_t p = 0; p * tokens < n; ++p, copy += tokens * wide) {
+    const int64_t here = std::min<int64_t>(tokens, n - p * tokens);
+    if (here == tokens && wide == c.bytes && (c.fold == 1 || s.codes.t == wide)) {
+      const Run run = run_of(s, b, t0 + p * tokens, tokens);
+      if (run.count == tokens) {
         rows.packs[p] = reinterpret_cast<const uint8_t*>(at(s.codes, run.row, h, run.slot));
-        rows.strides[p] = s.codes.t;
+        rows.strides[p] = s.codes.t * c.fold;
         continue;
       }
     }
-    each_run(s, b, t0 + p * kPack, here, [&](const Run& run, int64_t i) {
+    each_run(s, b, t0 + p * tokens, here, [&](const Run& run, int64_t i) {
       for (int64_t t = 0; t < run.count; ++t) {
         uint8_t* row = copy + (i + t) * wide;
         std::memcpy(row, at(s.codes, run.row, h, run.slot + t), c.bytes);
         std::memset(row + c.bytes, 0, wide - c.bytes);
       }
     });
-    std::memset(copy + here * wide, 0, (kPack - here) * wide);
-    rows.packs[p] = copy, rows.strides[p] = wide;
+    std::memset(copy + here * wide, 0, (tokens - here) * wide);
+    rows.packs[p] = copy, rows.strides[p] = wide * c.fold;
   }
 }
 
@@ -142,7 +152,7 @@ struct Spread {
 
   static int64_t groups_of(const Side& s) { return s.scale_channels ? (s.dim + s.scale_channels - 1) / s.scale_channels : 1; }
   static int64_t size(const Side& s, const Codes& c) {  // floats
-    return c.blocks * 2 * kRun * 4 * 2 + (kRun + kPack) * groups_of(s) + 64;
+    return c.blocks * 2 * kRun * 4 * 2 + (kRun + kPack * kFold) * groups_of(s) + 64;
   }
   void place(const Side& s, const Codes& c, float* memory) {
     scale = memory, minimum = scale + c.blocks * 2 * kRun * 4, rows = minimum + c.blocks * 2 * kRun * 4;
@@ -153,22 +163,23 @@ struct Spread {
 
   void put(const Side& s, const Codes& c, const float* from, int64_t groups, int64_t n, float* out) const {
     const int64_t channels = s.scale_channels ? s.scale_channels : s.dim;
-    const int64_t packs = (n + kPack - 1) / kPack;
+    const int64_t quads = c.packs(n) * kPack / kQuad, numbers = kQuad * c.fold * groups;
     for (int64_t block = 0; block < c.blocks; ++block)
       for (int64_t half = 0; half < halves; ++half) {
         alignas(64) int32_t index[16];
         for (int64_t i = 0; i < 16; ++i) {
-          const int64_t g = std::min(groups - 1, c.planes * (64 * block + 16 * (i / 4) + 8 * half) / channels);
-          index[i] = int32_t(i % 4 * groups + g);
+          const int64_t g = std::min(groups - 1, c.planes * c.byte(64 * block + 16 * (i / 4) + 8 * half) / channels);
+          index[i] = int32_t(c.token(i / 4, i % 4) * groups + g);
         }
         const __m512i which = _mm512_load_si512(index);
-        for (int64_t t = 0; t < packs * kPack; t += kQuad, out += 16) {
-          const float* row = from + t * groups;
-          if (groups <= 4) store(out, _mm512_permutexvar_ps(which, load(row)));
-          else if (groups <= 8) store(out, _mm512_permutex2var_ps(load(row), which, load(row + 16)));
-          else store(out, _mm512_i32gather_ps(which, row, 4));
+        float* to = out;
+        for (int64_t q = 0; q < quads; ++q, to += 16) {
+          const float* row = from + q * numbers;
+          if (numbers <= 16) store(to, _mm512_permutexvar_ps(which, load(row)));
+          else if (numbers <= 32) store(to, _mm512_permutex2var_ps(load(row), which, load(row + 16)));
+          else store(to, _mm512_i32gather_ps(which, row, 4));
         }
-        out += (kPacks - packs) * kPack * 4;
+        out += kRun * 4;
       }
   }
   // False where a scale is no positive number, which products with weights cannot take.
@@ -178,7 +189,7 @@ struct Spread {
       each_run(s, b, t0, n, [&](const Run& run, int64_t i) {
         load_parameters(p, run.row, h, run.slot, run.count, groups, factor, rows + i * groups);
       });
-      std::fill(rows + n * groups, rows + (n + kPack) * groups + W, 0.0f);  // read, and of no consequence
+      std::fill(rows + n * groups, rows + (n + kPack * c.fold) * groups + W, 0.0f);  // read, and of no consequence
       put(s, c, rows, groups, n, out);
     };
     gather(s.scale, outer_scale(s) * c.factor, scale);

@@ -1,5 +1,6 @@
 // Scores of a few query rows with keys whose codes are integers, see integer.h.
 #pragma once
+#include "ahead.h"
 #include "integer.h"
 
 #if defined(KVQ_INTEGER)
@@ -30,7 +31,7 @@ struct Digits {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t plane = 0; plane < c.planes; ++plane)
         for (int64_t i = 0; i < bytes; ++i) {
-          const int64_t channel = i * c.planes + plane;
+          const int64_t channel = c.byte(i) * c.planes + plane;
           room[plane * bytes + i] = channel < dim ? q[r * ld + channel] : 0.0f;
         }
       unit[r] = to_digits(room, all, digits);
@@ -65,12 +66,33 @@ inline __m512 over_lanes(__m512 a0, __m512 a1, __m512 b0, __m512 b1) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
+// Of a quad of folded rows, the sums over the lanes of each token, in the order of tokens: 4 times as many as a row has tokens.
+struct Unfold {
+  __m512i order{};
+  int64_t fold = 1;
+  void fill(const Codes& c) {
+    fold = c.fold;
+    alignas(64) int32_t index[16];
+    for (int64_t lane = 0; lane < 4; ++lane)
+      for (int64_t i = 0; i < 4; ++i) index[c.token(lane, i)] = int32_t(4 * lane + i);
+    order = _mm512_load_si512(index);
+  }
+  void put(__m512 x, float unit, float* s) const {
+    if (fold == 2) x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    x = _mm512_mul_ps(_mm512_permutexvar_ps(order, x), _mm512_set1_ps(unit));
+    if (fold == 2) _mm256_storeu_ps(s, _mm512_castps512_ps256(x));
+    else store(s, x);
+  }
+};
+
 // s[r][t] = unit[r] * sum_d q[r][d] k[t][d], times the scale of the token; or, with groups, over what scales and minima make of k.
 template <class Code, int R>
 KVQ_KERNEL void integer_scores(const Codes& c, const Rows& rows, int64_t packs, const Digits& q, const float* scale,
                                const Spread& spread, float* s, int64_t lds, Ahead& ahead) {
   constexpr bool GROUPS = Code::GROUPS;
   const Code code(c);
+  Unfold unfold;
+  if (GROUPS) unfold.fill(c);
   for (int64_t pack = 0; pack < packs; ++pack) {
     const uint8_t* base = rows.packs[pack];
     const int64_t stride = rows.strides[pack];
@@ -120,6 +142,11 @@ KVQ_KERNEL void integer_scores(const Codes& c, const Rows& rows, int64_t packs, 
         KVQ_UNROLL for (int r = 0; r < R; ++r)
           KVQ_UNROLL for (int u = 0; u < 2; ++u) store(total[r][u], joined(sum[u][r]));
       }
+    }
+    if (GROUPS && unfold.fold > 1) {
+      KVQ_UNROLL for (int r = 0; r < R; ++r)
+        KVQ_UNROLL for (int u = 0; u < 2; ++u) unfold.put(load(total[r][u]), q.unit[r], s + r * lds + (pack * 2 + u) * kQuad * unfold.fold);
+      continue;
     }
     KVQ_UNROLL for (int r = 0; r < R; r += 2) {
       constexpr int last = R - 1;

@@ -1,5 +1,6 @@
 // Weighted sums, for a few query rows, of values whose codes are integers, see integer.h.
 #pragma once
+#include "ahead.h"
 #include "integer.h"
 
 #if defined(KVQ_INTEGER)
@@ -43,22 +44,36 @@ KVQ_KERNEL void plain_weights(const float* p, int64_t lds, int64_t packs, bool c
   }
 }
 
-inline __m512 quad(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
+// Weights of the tokens of a quad of rows, in the lanes that hold those tokens.
+struct Quads {
+  __m512i order{};
+  int64_t tokens = kQuad;
+  void fill(const Codes& c) {
+    tokens = kQuad * c.fold;
+    alignas(64) int32_t index[16];
+    for (int64_t i = 0; i < 16; ++i) index[i] = int32_t(c.token(i / 4, i % 4));
+    order = _mm512_load_si512(index);
+  }
+  __m512 load(const float* p, int64_t quad) const {
+    if (tokens == kQuad) return _mm512_broadcast_f32x4(_mm_loadu_ps(p + quad * kQuad));
+    return _mm512_permutexvar_ps(order, _mm512_maskz_loadu_ps(__mmask16((1 << tokens) - 1), p + quad * tokens));
+  }
+};
 
 // p[r][lds] times the scales of one flush.
 template <int R>
-KVQ_KERNEL void group_weights(const float* p, int64_t lds, int64_t packs, bool coarse, const float* by, Weights& w) {
+KVQ_KERNEL void group_weights(const Quads& quads, const float* p, int64_t lds, int64_t packs, bool coarse, const float* by, Weights& w) {
   const __m512i order[kDigits] = {_mm512_set1_epi32(0x0c080400), _mm512_set1_epi32(0x0d090501), _mm512_set1_epi32(0x0e0a0602)};
   KVQ_UNROLL for (int r = 0; r < R; ++r, p += lds) {
     vf top{};
-    for (int64_t t = 0; t < packs * kPack; t += kQuad) top = max(top, _mm512_mul_ps(quad(p + t), load(by + t * 4)));
+    for (int64_t i = 0; i < packs * 2; ++i) top = max(top, _mm512_mul_ps(quads.load(p, i), load(by + i * 16)));
     const float most = reduce_max(top);
     w.unit[r] = most > 1e-30f ? most / kTopWeight : 0.0f;
     const __m512 scale = _mm512_set1_ps(most > 1e-30f ? kTopWeight / most : 0.0f);
-    for (int64_t t = 0; t < packs * kPack; t += kQuad) {
-      const __m512i q = weight_integers(_mm512_mul_ps(quad(p + t), load(by + t * 4)), scale, coarse);
-      uint8_t* out = w.digits + (t / kQuad * R + r) * kDigits * 64;
-      KVQ_UNROLL for (int i = 0; i < kDigits; ++i) _mm512_store_si512(out + i * 64, _mm512_shuffle_epi8(q, order[i]));
+    for (int64_t i = 0; i < packs * 2; ++i) {
+      const __m512i q = weight_integers(_mm512_mul_ps(quads.load(p, i), load(by + i * 16)), scale, coarse);
+      uint8_t* out = w.digits + (i * R + r) * kDigits * 64;
+      KVQ_UNROLL for (int d = 0; d < kDigits; ++d) _mm512_store_si512(out + d * 64, _mm512_shuffle_epi8(q, order[d]));
     }
   }
 }
@@ -78,7 +93,7 @@ KVQ_KERNEL void integer_pass(const Codes& c, const Rows& rows, int64_t packs, in
     const int64_t stride = rows.strides[pack];
     const uint8_t* p = rows.packs[pack] + block * 64;
     ahead.step(ahead.values);
-    _Pragma("GCC unroll 1") for (int u = 0; u < 2; ++u, p += kQuad * stride) {
+    KVQ_NO_UNROLL for (int u = 0; u < 2; ++u, p += kQuad * stride) {
       const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + stride);
       const __m512i e = _mm512_loadu_si512(p + 2 * stride), f = _mm512_loadu_si512(p + 3 * stride);
       const __m512i ab = J < 2 ? _mm512_unpacklo_epi8(a, b) : _mm512_unpackhi_epi8(a, b);
@@ -110,11 +125,12 @@ KVQ_KERNEL void integer_pass(const Codes& c, const Rows& rows, int64_t packs, in
 
 // The minima of one flush, which every channel of a lane has: sum_t p[r][t] minimum[t].
 template <int R>
-KVQ_KERNEL void group_minima(const float* p, int64_t lds, int64_t packs, const float* low, int64_t vectors, float* acc, int64_t ld) {
+KVQ_KERNEL void group_minima(const Quads& quads, const float* p, int64_t lds, int64_t packs, const float* low, int64_t vectors, float* acc,
+                             int64_t ld) {
   vf sum[R];
   KVQ_UNROLL for (int r = 0; r < R; ++r) sum[r] = vf{};
-  for (int64_t t = 0; t < packs * kPack; t += kQuad)
-    KVQ_UNROLL for (int r = 0; r < R; ++r) sum[r] = fma(quad(p + r * lds + t), load(low + t * 4), sum[r]);
+  for (int64_t i = 0; i < packs * 2; ++i)
+    KVQ_UNROLL for (int r = 0; r < R; ++r) sum[r] = fma(quads.load(p + r * lds, i), load(low + i * 16), sum[r]);
   KVQ_UNROLL for (int r = 0; r < R; ++r) {
     sum[r] = _mm512_add_ps(sum[r], _mm512_permute_ps(sum[r], 0xb1));
     sum[r] = _mm512_add_ps(sum[r], _mm512_permute_ps(sum[r], 0x4e));
@@ -137,13 +153,15 @@ template <class Code, int R, int FIRST>
 void integer_values(const Codes& c, const Rows& rows, int64_t packs, const float* p, int64_t lds, const Spread& spread, Weights& w, float* acc,
                     int64_t ld, Ahead& ahead) {
   constexpr int P = Code::P;
-  if (!Code::GROUPS) plain_weights<R>(p, lds, packs, FIRST > 0, w);
+  Quads quads;
+  if (Code::GROUPS) quads.fill(c);
+  else plain_weights<R>(p, lds, packs, FIRST > 0, w);
   for (int64_t block = 0; block < c.blocks; ++block)
     for (int half = 0; half < 2; ++half, acc += 2 * P * 16) {
       if constexpr (Code::GROUPS) {
         const int64_t flush = block * spread.halves + (spread.halves == 2 ? half : 0);
-        if (half < spread.halves) group_weights<R>(p, lds, packs, FIRST > 0, spread.scale_at(flush), w);
-        if (spread.low) group_minima<R>(p, lds, packs, spread.minimum_at(flush), 2 * P, acc, ld);
+        if (half < spread.halves) group_weights<R>(quads, p, lds, packs, FIRST > 0, spread.scale_at(flush), w);
+        if (spread.low) group_minima<R>(quads, p, lds, packs, spread.minimum_at(flush), 2 * P, acc, ld);
       }
       if (half) half_passes<Code, R, FIRST, 1>(c, rows, packs, block, w, acc, ld, ahead);
       else half_passes<Code, R, FIRST, 0>(c, rows, packs, block, w, acc, ld, ahead);
@@ -157,7 +175,7 @@ inline void in_order(const Codes& c, int64_t dim, const float* acc, float* out) 
       for (int64_t plane = 0; plane < c.planes; ++plane)
         for (int64_t lane = 0; lane < 4; ++lane)
           for (int64_t i = 0; i < 4; ++i, ++acc) {
-            const int64_t channel = c.planes * (64 * block + 16 * lane + 4 * j + i) + plane;
+            const int64_t channel = c.planes * c.byte(64 * block + 16 * lane + 4 * j + i) + plane;
             if (channel < dim) out[channel] += *acc;
           }
 }

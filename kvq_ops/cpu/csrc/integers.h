@@ -46,8 +46,8 @@ class Integers {
   }
 
   // Steps of `ahead` in the products with keys and with values of `tokens` tokens.
-  int64_t key_steps(int64_t tokens) const { return packs_of(tokens) * 2 * k_.blocks * ((rows_ + kMost - 1) / kMost); }
-  int64_t value_steps(int64_t tokens) const { return packs_of(tokens) * 2 * v_.blocks * v_.planes * ((rows_ + kMost - 1) / kMost); }
+  int64_t key_steps(int64_t tokens) const { return k_.packs(tokens) * 2 * k_.blocks * ((rows_ + kMost - 1) / kMost); }
+  int64_t value_steps(int64_t tokens) const { return v_.packs(tokens) * 2 * v_.blocks * v_.planes * ((rows_ + kMost - 1) / kMost); }
 
   // s[row][ld] of a tile, scales applied; false where its keys have to be decoded.
   bool scores(int64_t t0, int64_t n, const float* scale, float* s, int64_t ld, Ahead& ahead) {
@@ -59,7 +59,7 @@ class Integers {
       const Digits& q = digits_[r / kMost];
       each_code(k_, q.rows, [&](auto code, auto count) {
         integer_scores<typename decltype(code)::type, decltype(count)::value>(
-            k_, found, packs_of(n), q, scale, by_k_, s + r * ld, ld, ahead);
+            k_, found, k_.packs(n), q, scale, by_k_, s + r * ld, ld, ahead);
       });
     }
     return true;
@@ -76,8 +76,8 @@ class Integers {
         using Code = typename decltype(code)::type;
         constexpr int R = decltype(count)::value;
         const float* p = s + r * lds;
-        if (coarse) integer_values<Code, R, 1>(v_, found, packs_of(n), p, lds, by_v_, weights_, sums_ + r * wide(), wide(), ahead);
-        else integer_values<Code, R, 0>(v_, found, packs_of(n), p, lds, by_v_, weights_, sums_ + r * wide(), wide(), ahead);
+        if (coarse) integer_values<Code, R, 1>(v_, found, v_.packs(n), p, lds, by_v_, weights_, sums_ + r * wide(), wide(), ahead);
+        else integer_values<Code, R, 0>(v_, found, v_.packs(n), p, lds, by_v_, weights_, sums_ + r * wide(), wide(), ahead);
       });
     return true;
   }
@@ -93,7 +93,6 @@ class Integers {
   struct Type {
     using type = T;
   };
-  static int64_t packs_of(int64_t n) { return (n + kPack - 1) / kPack; }
 
   template <class Use>
   static void each_code(const Codes& c, int64_t rows, const Use& use) {

@@ -21,6 +21,10 @@ constexpr float kMax = std::numeric_limits<float>::max();
 inline float half_to_float(uint16_t h) {
 #if defined(__F16C__)
   return _cvtsh_ss(h);
+#elif defined(__aarch64__)
+  __fp16 x;
+  std::memcpy(&x, &h, 2);
+  return x;
 #else
   uint32_t sign = uint32_t(h & 0x8000) << 16, magnitude = h & 0x7fff;
   if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
@@ -32,6 +36,11 @@ inline float half_to_float(uint16_t h) {
 inline uint16_t float_to_half(float x) {
 #if defined(__F16C__)
   return _cvtss_sh(x, 0);
+#elif defined(__aarch64__)
+  const __fp16 y = __fp16(x);
+  uint16_t h;
+  std::memcpy(&h, &y, 2);
+  return h;
 #else
   uint32_t u = bits_of(x), sign = u >> 16 & 0x8000;
   u &= 0x7fffffff;

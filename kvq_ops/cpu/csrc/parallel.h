@@ -1,8 +1,14 @@
 // A loop over items that threads take one by one.
 //
-// Threads are kept, and sleep between loops. Nobody waits for a thread that has not begun: on a busy machine the caller then does
-// the work alone, where an OpenMP region would spin at its end until every thread was given a core.
+// The threads are those of the OpenMP runtime that PyTorch has loaded: between PyTorch's own loops they wait on their cores, awake, where
+// threads of ours would first have to be woken and then share those cores with them. The runtime is found by name in the process, since
+// linking one could bring in another. Without it, and in the child of a process that had used it (which inherits no threads, and GNU's
+// runtime would wait for them), threads of our own do it; they sleep between loops, and nobody waits for one that has not begun.
 #pragma once
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -13,10 +19,12 @@
 namespace kvq {
 
 struct Job {
-  std::atomic<int64_t> next{0}, done{0}, helpers;
   int64_t items;
   const void* body;
   void (*call)(const void*, int64_t);
+  std::atomic<int64_t> next{0}, done{0}, helpers{0};
+
+  Job(int64_t items, const void* body, void (*call)(const void*, int64_t)) : items(items), body(body), call(call) {}
 
   // `body` lives until all items are done, so it is only touched for an item.
   void work() {
@@ -67,17 +75,34 @@ class Pool {
   int64_t started_ = 0;
 };
 
+// GOMP_parallel(body, its argument, threads, flags), which LLVM's and Intel's runtimes have on Linux too.
+using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+inline Region openmp() {
+  static std::atomic<Region> region{[] {
+    pthread_atfork(nullptr, nullptr, [] { region = nullptr; });
+    return reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  }()};
+  return region;
+}
+
 template <class Body>
 void parallel(int64_t items, int64_t threads, const Body& body) {
-  if (threads > items) threads = items;
-  if (threads <= 1) {
+  if (items <= 1 || threads <= 1) {
     for (int64_t i = 0; i < items; ++i) body(i);
     return;
   }
-  auto job = std::make_shared<Job>();
-  job->helpers = threads - 1, job->items = items, job->body = &body;
-  job->call = [](const void* b, int64_t i) { (*static_cast<const Body*>(b))(i); };
-  Pool::instance().run(job, threads - 1);
+  const auto call = [](const void* b, int64_t i) { (*static_cast<const Body*>(b))(i); };
+  if (const Region region = openmp()) {
+    Job job{items, &body, call};
+    // As many threads as PyTorch's loops have, even where there is less to do: GNU's runtime ends those that a smaller team has no use for.
+    region([](void* j) { static_cast<Job*>(j)->work(); }, &job, unsigned(threads), 0);
+    return;
+  }
+  const int64_t helpers = std::min(threads, items) - 1;
+  auto job = std::make_shared<Job>(items, &body, call);
+  job->helpers = helpers;
+  Pool::instance().run(job, helpers);
 }
 
 }  // namespace kvq

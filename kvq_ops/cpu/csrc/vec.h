@@ -23,7 +23,13 @@
 #endif
 
 // Arrays of vectors stay in registers only where every loop over them is unrolled, in a function of its own.
+#if defined(__clang__)
+#define KVQ_UNROLL _Pragma("clang loop unroll(full)")
+#define KVQ_NO_UNROLL _Pragma("clang loop unroll(disable)")
+#else
 #define KVQ_UNROLL _Pragma("GCC unroll 16")
+#define KVQ_NO_UNROLL _Pragma("GCC unroll 1")
+#endif
 #define KVQ_KERNEL __attribute__((noinline))
 
 namespace kvq {
@@ -36,22 +42,15 @@ typedef float vf_memory __attribute__((vector_size(W * 4), aligned(4), may_alias
 inline vf load(const float* p) { return *reinterpret_cast<const vf_memory*>(p); }
 inline void store(float* p, vf x) { *reinterpret_cast<vf_memory*>(p) = x; }
 inline vf set1(float x) { return x - vf{}; }
-inline vf max(vf a, vf b) { return a > b ? a : b; }
 
-// Fetches two pieces of memory into the cache, the first before the second, some lines at a time while something else is computed. A core
-// waits for a limited number of lines at once, so steps are spread evenly over the work: `keys`, `softmax` and `values` are the lines
-// of a step of each.
-struct Ahead {
-  const char *next, *end, *later, *later_end;
-  int keys = 0, softmax = 0, values = 0;
-  void lines(int count) {
-    for (int i = 0; i < count; ++i, next += 64) __builtin_prefetch(next, 0, 2);
-    if (next >= end) next = later, end = later_end, later = later_end;
-  }
-  void step(int count) {
-    if (next < end) lines(count);
-  }
-};
+// Where one is NaN, it is either of the two that comes out.
+inline vf max(vf a, vf b) {
+#if defined(KVQ_NEON)
+  return (vf)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // a * b + c in one rounding where the processor has it. Nowhere else does the compiler contract: codes have to be the same everywhere.
 inline vf fma(vf a, vf b, vf c) {
@@ -69,6 +68,8 @@ inline vf fma(vf a, vf b, vf c) {
 inline float reduce_add(vf x) {
 #if defined(KVQ_AVX512)
   return _mm512_reduce_add_ps(x);
+#elif defined(KVQ_NEON)
+  return vaddvq_f32((float32x4_t)x);
 #else
   float s = 0;
   for (int i = 0; i < W; ++i) s += x[i];
@@ -79,6 +80,8 @@ inline float reduce_add(vf x) {
 inline float reduce_max(vf x) {
 #if defined(KVQ_AVX512)
   return _mm512_reduce_max_ps(x);
+#elif defined(KVQ_NEON)
+  return vmaxnmvq_f32((float32x4_t)x);
 #else
   float s = x[0];
   for (int i = 1; i < W; ++i) s = x[i] > s ? x[i] : s;
@@ -97,6 +100,8 @@ inline void reduce_add4(vf a, vf b, vf c, vf d, float* out) {
 #elif defined(KVQ_AVX2)
   __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#elif defined(KVQ_NEON)
+  vst1q_f32(out, vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d)));
 #else
   out[0] = reduce_add(a), out[1] = reduce_add(b), out[2] = reduce_add(c), out[3] = reduce_add(d);
 #endif
@@ -169,7 +174,7 @@ inline vf from_half(const uint8_t* p) {
 #elif defined(KVQ_AVX2)
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #elif defined(KVQ_NEON)
-  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)));
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 #else
   vf x;
   for (int i = 0; i < W; ++i) x[i] = load_number((const char*)p + 2 * i, F16);
@@ -182,6 +187,8 @@ inline vf from_bfloat(const uint8_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 #elif defined(KVQ_AVX2)
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+#elif defined(KVQ_NEON)
+  return (vf)vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16);
 #else
   vf x;
   for (int i = 0; i < W; ++i) x[i] = load_number((const char*)p + 2 * i, BF16);
@@ -199,6 +206,11 @@ inline vf from_e4m3(const uint8_t* p) {
   __m128i c = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
   c = _mm_and_si128(_mm_slli_epi16(c, 7), _mm_set1_epi16((short)0xbfff));
   return _mm256_mul_ps(_mm256_cvtph_ps(c), _mm256_set1_ps(256.0f));
+#elif defined(KVQ_NEON)
+  uint32_t word;
+  std::memcpy(&word, p, 4);
+  const int16x4_t c = vget_low_s16(vshll_n_s8(vreinterpret_s8_u32(vdup_n_u32(word)), 7));
+  return (vf)vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(c, vdup_n_s16(int16_t(0xbfff))))) * 256.0f;
 #else
   vf x;
   for (int i = 0; i < W; ++i) x[i] = e4m3_to_float(p[i]);
@@ -214,6 +226,20 @@ inline vf from_e5m2(const uint8_t* p) {
 #else
   vf x;
   for (int i = 0; i < W; ++i) x[i] = e5m2_to_float(p[i]);
+  return x;
+#endif
+}
+
+// Powers of two: the exponent of a float, whose lowest stands for a number that has none.
+inline vf from_e8m0(const uint8_t* p) {
+#if defined(KVQ_NEON)
+  uint32_t word;
+  std::memcpy(&word, p, 4);
+  const uint32x4_t c = vshlq_n_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(word))))), 23);
+  return (vf)vmaxq_u32(c, vdupq_n_u32(0x00400000));
+#else
+  vf x;
+  for (int i = 0; i < W; ++i) x[i] = e8m0_to_float(p[i]);
   return x;
 #endif
 }
