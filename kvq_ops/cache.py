@@ -52,6 +52,7 @@ def crop_(handle: QuantizedKV, length: int | Tensor) -> QuantizedKV:
             f"crop_ of {handle!r}",
             got=f"length {length!r}",
             allowed=f"a whole number, or one for each of {batch} rows",
+            do="give the tokens to keep as int64, not as a mask or floats",
         )
     if keep.numel() and (int(keep.min()) < 0 or int(keep.max()) > tokens):
         raise CapacityError(
@@ -86,9 +87,15 @@ def reorder(handle: QuantizedKV, index: Tensor | Sequence[int]) -> QuantizedKV:
             f"reorder of {handle!r}",
             got=f"index {tuple(rows.shape)} of {rows.dtype}",
             allowed="one axis of whole numbers",
+            do="give one row of the cache for each row of the result; .nonzero() makes indices of a mask",
         )
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= batch):
-        raise CapacityError(f"reorder of {handle!r}", got=f"rows {rows.tolist()}", allowed=f"0..{batch - 1}")
+        raise CapacityError(
+            f"reorder of {handle!r}",
+            got=f"rows {rows.tolist()}",
+            allowed=f"0..{batch - 1}",
+            do="count from 0; reorder a cache that holds as many rows as the beams come from",
+        )
     store = [
         tensor.clone() if plane.static else tensor.index_select(0, rows)
         for plane, tensor in zip(handle.format.planes, handle.store, strict=True)
@@ -130,7 +137,10 @@ def save(handles: Sequence[QuantizedKV], path: str | os.PathLike[str]) -> None:
     for handle in handles:
         if not isinstance(handle, QuantizedKV):
             raise CorruptStoreError(
-                "save of caches", got=type(handle).__name__, allowed="QuantizedKV handles"
+                "save of caches",
+                got=type(handle).__name__,
+                allowed="QuantizedKV handles",
+                do="keep dense tensors with torch.save, or quantize them first: QuantizedKV.from_dense",
             )
         entries.append(
             {

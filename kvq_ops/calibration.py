@@ -61,6 +61,7 @@ def fit(x: Tensor, format: Format, *, weight: Tensor | None = None, inv_freq: Te
             f"fitting format {format.name!r}",
             got=f"a sample of shape {tuple(x.shape)} without a finite value other than zero",
             allowed="keys or values [B, H, T, D] of real text",
+            do="run the model on some hundred tokens of text and fit to what its layers cache",
         )
     position = None
     if "position" in row._index:
@@ -71,6 +72,7 @@ def fit(x: Tensor, format: Format, *, weight: Tensor | None = None, inv_freq: Te
                 f"fitting format {format.name!r}",
                 got=f"inv_freq of shape {tuple(static['inv_freq'].shape)}",
                 allowed=f"[{half}], half of head_dim",
+                do="give the inv_freq of the rotary embedding that turned these keys, or None where none did",
             )
         position = torch.arange(1, x.shape[2] + 1).view(1, 1, -1)
     x = x.detach().cpu()
@@ -98,6 +100,7 @@ def fit(x: Tensor, format: Format, *, weight: Tensor | None = None, inv_freq: Te
             f"fitting format {format.name!r}",
             got="a sample without spread in any channel",
             allowed="real text",
+            do="fit to keys or values of more than one token of text",
         )
     # An error in z is half_range times as large in x.
     span = _half_range(sample, row, static)
@@ -311,6 +314,7 @@ class Calibration:
                         f"the cache scales of a checkpoint: {name}",
                         got=f"a zero point {tensor.flatten()[:4].tolist()}",
                         allowed="symmetric scales",
+                        do="choose a checkpoint whose cache scales are symmetric, or calibrate on text",
                     )
                 continue
             for side in SIDES if kind == "kv_scale" else ("key" if kind[0] == "k" else "value",):
@@ -321,12 +325,14 @@ class Calibration:
                         "the cache scales of a checkpoint",
                         got=f"{result.notes[at]} and {name} for the {side}s of layer {at[0]}",
                         allowed="one of them",
+                        do="give the tensors of one naming scheme only, as a mapping",
                     )
                 if len(row.static_planes) != 1 or row.codec not in ("float8", "block_scaled"):
                     raise CalibrationError(
                         f"the cache scales of a checkpoint for format {row.name!r}",
                         got=name,
                         allowed="a format with one scale for the tensor or each head",
+                        do="ask for fp8_e4m3, fp8_per_head or nvfp4, or calibrate this format on text",
                     )
                 result.planes[at] = {
                     row.planes[row.static_planes[0]].name: tensor.detach().float().reshape(-1)

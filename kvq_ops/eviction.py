@@ -49,7 +49,10 @@ class Eviction:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise FormatError(
-                    f"Eviction {name}", got=repr(value), allowed=f"a number of tokens, {least} or more"
+                    f"Eviction {name}",
+                    got=repr(value),
+                    allowed=f"a number of tokens, {least} or more",
+                    do="give a whole number",
                 )
         if self.sinks + self.recent > self.budget:
             raise FormatError(
@@ -143,7 +146,12 @@ def keep_tokens_(target: QuantizedKV, source: QuantizedKV, kept: Tensor) -> None
     """
     fmt = source.format
     if target._owner is not None or "h" in target._cut:
-        raise UnsupportedWriteError(f"dropping tokens of {target!r}", got="a slice", allowed="a whole cache")
+        raise UnsupportedWriteError(
+            f"dropping tokens of {target!r}",
+            got="a slice",
+            allowed="a whole cache",
+            do="drop them from the cache that it was cut from",
+        )
     count = kept.shape[2]
     dropped = source.length - count
     if fmt.sinks:

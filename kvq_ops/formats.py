@@ -180,6 +180,7 @@ def _modified(row: Format, modifiers: Sequence[str], asked: str) -> Format:
                 f"the modifiers of format {asked!r}",
                 got=f"+{modifier}" + (" twice" if kind else ""),
                 allowed="+recentR, +sinkS, +hadamard, +outlierP%, +static, each once",
+                do="name each at most once, with its number, as in int4_group32+recent64+outlier1%",
             )
         given[kind] = match[kind]
     if row.lossless:
@@ -187,6 +188,7 @@ def _modified(row: Format, modifiers: Sequence[str], asked: str) -> Format:
             f"the modifiers of format {asked!r}",
             got=", ".join(given),
             allowed="none: every token is exact",
+            do="leave the modifiers out",
         )
     # A row with a window of its own keeps it, unless another one is asked for.
     recent, sinks = int(given.get("recent", row.recent)), int(given.get("sink", row.sinks))
@@ -204,13 +206,21 @@ def _modified(row: Format, modifiers: Sequence[str], asked: str) -> Format:
     if "hadamard" in given:
         if row.rotation:
             raise FormatError(
-                f"the modifiers of format {asked!r}", got="+hadamard", allowed="none: it rotates by itself"
+                f"the modifiers of format {asked!r}",
+                got="+hadamard",
+                allowed="none: it rotates by itself",
+                do="leave +hadamard out",
             )
         row = rows.with_rotation(row)
     if "outlier" in given:
         percent = float(given["outlier"])
         if not 0 < percent <= 50:
-            raise FormatError(f"outliers of format {asked!r}", got=f"{percent:g}%", allowed="0 < P <= 50")
+            raise FormatError(
+                f"outliers of format {asked!r}",
+                got=f"{percent:g}%",
+                allowed="0 < P <= 50",
+                do="name the share of a head vector to keep exactly, such as +outlier1%",
+            )
         row = rows.with_outliers(row, percent)
     return rows.with_exact(row, asked, recent, sinks) if exact else replace(row, name=asked)
 

@@ -179,6 +179,7 @@ class QuantizedKV(torch.Tensor):
                 "QuantizedKV.from_dense length",
                 got=f"shape {tuple(lengths.shape)}",
                 allowed=f"a number, or one for each of {batch} rows",
+                do="give one length, or a tensor [B] of them",
             )
         lengths = lengths.expand(batch).long()
         if bool((lengths < 0).any()) or bool((lengths > tokens).any()):
@@ -186,6 +187,7 @@ class QuantizedKV(torch.Tensor):
                 "QuantizedKV.from_dense length",
                 got=str(lengths.tolist()),
                 allowed=f"0..{tokens} for each row",
+                do="count the filled tokens of x, or give a longer x",
             )
         if row.windowed:
             # Rows of unequal length: what is coded depends on where a row ends.
@@ -213,12 +215,16 @@ class QuantizedKV(torch.Tensor):
 
         Raises:
             CalibrationError: planes are missing, left over, of another shape, or no usable scale; or the cache holds tokens,
-            whose
-                codes would change their meaning. Nothing is changed then.
+                whose codes would change their meaning. Nothing is changed then.
         """
         planes = check_static(static, self.format, self.format.logical_shape(self.planes()))
         if self._owner is not None or self._cut:
-            raise CalibrationError(f"calibrating {self!r}", got="a slice", allowed="a whole cache")
+            raise CalibrationError(
+                f"calibrating {self!r}",
+                got="a slice",
+                allowed="a whole cache",
+                do="calibrate the cache that it was cut from",
+            )
         if bool((self.length != 0).any()):
             raise CalibrationError(
                 f"calibrating {self!r}",
@@ -336,6 +342,7 @@ class QuantizedKV(torch.Tensor):
         raise UnsupportedWriteError(
             f"assigning .data of {self!r}",
             got=type(value).__name__,
+            allowed="reading it: the result is a view of the cache",
             do="use copy_ to change the contents, or put another tensor in its place",
         )
 
@@ -431,7 +438,12 @@ def _one_format(format: str | Format) -> Format:
     if isinstance(format, Format):
         return format
     if not isinstance(format, str):
-        raise FormatError("a format", got=f"{format!r}", allowed="a name or a row of the format table")
+        raise FormatError(
+            "a format",
+            got=f"{format!r}",
+            allowed="a name or a row of the format table",
+            do="of a pair, give .key for keys and .value for values",
+        )
     return get_format(format)
 
 
@@ -453,20 +465,16 @@ def _rebuild(
     check_axes(axes, len(axes))
     if order is not None and not set(axes.replace("1", "")) <= set(order) <= set(CANONICAL):
         raise CorruptStoreError(
-            "the memory order of a stored cache", got=repr(order), allowed=f"letters of {axes!r}"
+            "the memory order of a stored cache",
+            got=repr(order),
+            allowed=f"the letters of {axes!r} and of what it was cut from",
+            do="save the cache again: this one is damaged",
         )
     check_cache_dtype(dtype)
     return QuantizedKV(store, name, axes, dtype, order=order)
 
 
 torch.serialization.add_safe_globals([_rebuild, QuantizedKV])
-
-
-def planned_bytes(
-    shape: Sequence[int], format: str | Format, dtype: torch.dtype, axes: str = CANONICAL
-) -> int:
-    """Bytes that ``QuantizedKV.empty`` would allocate."""
-    return _one_format(format).nbytes(*canonical_shape(shape, axes), dtype)
 
 
 def dense_bytes(handle: Tensor) -> int:

@@ -222,6 +222,7 @@ def _put_whole_rows(handle: QuantizedKV, rows: Tensor, source: Tensor) -> Quanti
             f"writing rows of {handle!r}",
             got=f"values of shape {tuple(source.shape)}",
             allowed=str(tuple(shape)),
+            do="write whole rows: every head and token of the cache",
         )
     _check_range(handle, rows, handle.planes()[0].shape[0], "rows")
     _check_heads(handle)
@@ -294,6 +295,7 @@ def _expand_masks(handle: QuantizedKV, indices: Sequence[Tensor | None]) -> Any:
                 f"writing into {handle!r}",
                 got=f"a mask of shape {tuple(index.shape)}",
                 allowed=str(tuple(handle.shape[at : at + index.dim()])),
+                do="make the mask as large as the axes that it stands for",
             )
         expanded += index.nonzero().unbind(1)
     return expanded

@@ -363,6 +363,7 @@ def _check_eviction(eviction: Eviction, config: Any, layers: list[Any], formats:
             "QuantizedCache eviction",
             got=repr(eviction),
             allowed="kvq_ops.eviction.Eviction(budget=512, sinks=4, recent=64), or None",
+            do="say how many tokens to keep: Eviction(budget=...)",
         )
     evicting = [type(layer) is StaticLayer for layer in layers]
     other = [

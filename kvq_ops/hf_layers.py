@@ -143,6 +143,7 @@ class QuantizedLayer:
                 "QuantizedCache.crop",
                 got=str(tokens_to_remove),
                 allowed=f"{-stored}..0: minus the number of tokens to remove",
+                do="give how many of the newest tokens to take back, as a negative number",
             )
         if tokens_to_remove and getattr(self, "is_sliding", False) and stored > self.max_cache_len:
             raise UnsupportedWriteError(

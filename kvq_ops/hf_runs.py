@@ -354,6 +354,7 @@ class WindowLayer(RunLayer):
                 "QuantizedCache.crop",
                 got=str(tokens_to_remove),
                 allowed=f"{-stored}..0: minus the number of tokens to remove",
+                do="give how many of the newest tokens to take back, as a negative number",
             )
         if tokens_to_remove and self.dropped:
             raise UnsupportedWriteError(

@@ -131,14 +131,21 @@ def _check_table(op: str, table: Tensor, batch: int, pages: int) -> None:
             f"kvq::{op} block_table",
             got=f"{tuple(table.shape)}",
             allowed=f"[{batch}, N]: a row of pages for each sequence",
+            do="give the numbers of the pages of every sequence, in the order of its tokens",
         )
     if table.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"kvq::{op} block_table", got=str(table.dtype), allowed="int32, int64")
+        raise DtypeError(
+            f"kvq::{op} block_table",
+            got=str(table.dtype),
+            allowed="int32, int64",
+            do="cast it: block_table.int()",
+        )
     if _values_known(table) and table.numel() and int(table.max()) >= pages:
         raise CapacityError(
             f"kvq::{op} block_table",
             got=f"page {int(table.max())}",
             allowed=f"0..{pages - 1}, or negative for no page",
+            do="allocate more pages, or correct the table",
         )
 
 
@@ -155,15 +162,22 @@ def _check_append(pages: Sequence[Tensor], table: Tensor, position: Tensor, x: T
             f"kvq::paged_append_ into pages [{count}, {heads}, {size}, {head_dim}]",
             got=f"x {tuple(x.shape)}",
             allowed=f"[B, {heads}, T, {head_dim}]",
+            do="check kv heads and head_dim of the pages against the model",
         )
     _check_table("paged_append_", table, x.shape[0], count)
     if position.dtype not in (torch.int32, torch.int64):
-        raise DtypeError("kvq::paged_append_ position", got=str(position.dtype), allowed="int32, int64")
+        raise DtypeError(
+            "kvq::paged_append_ position",
+            got=str(position.dtype),
+            allowed="int32, int64",
+            do="cast it: position.int()",
+        )
     if tuple(position.shape) != (x.shape[0], x.shape[2]):
         raise ShapeError(
             "kvq::paged_append_ position",
             got=f"{tuple(position.shape)}",
             allowed=f"{(x.shape[0], x.shape[2])}: one for each token",
+            do="repeat positions that all sequences share: position.expand(B, T)",
         )
     check_device("paged_append_", position, table, x, *pages)
     check_kept("paged_append_", pages, x, fmt)
@@ -188,6 +202,7 @@ def _check_reads(
             "kvq::paged_attention key and value pages",
             got=f"{(count, heads, size)} and {value_shape[:3]}",
             allowed="equal numbers of pages, kv heads and tokens of a page",
+            do="allocate key and value pages alike: one table serves both",
         )
     _check_table("paged_attention", table, query.shape[0], count)
     if tuple(length.shape) != (query.shape[0],) or length.dtype not in (torch.int32, torch.int64):
@@ -195,6 +210,7 @@ def _check_reads(
             "kvq::paged_attention length",
             got=f"{length.dtype} {tuple(length.shape)}",
             allowed=f"int32 or int64 [{query.shape[0]}]",
+            do="give the number of tokens of every sequence",
         )
     room = table.shape[1] * size
     if _values_known(length) and length.numel() and not 0 <= int(length.min()) <= int(length.max()) <= room:
@@ -202,6 +218,7 @@ def _check_reads(
             "kvq::paged_attention length",
             got=str(length.tolist()),
             allowed=f"0..{room}: {table.shape[1]} pages of {size} tokens",
+            do="give each sequence as many pages as its tokens need",
         )
     check_device("paged_attention", table, length)
     if _values_known(table) and _values_known(length) and table.numel():
@@ -211,6 +228,7 @@ def _check_reads(
                 "kvq::paged_attention block_table",
                 got="no page for tokens below the length of their sequence",
                 allowed="a page for every token that counts",
+                do="append to pages that the table names, or shorten the length",
             )
     # The rest is as for a contiguous cache of as many tokens as the table has room for.
     check_over("paged_attention", query, (query.shape[0], heads, room, head_dim), options)

@@ -67,6 +67,7 @@ class Policy:
                     "a layer in layers= or skip=",
                     got=repr(which),
                     allowed="an index, a name pattern, or a layer type",
+                    do='name layers as in skip=(0, -1) or layers={"sliding_attention": "none"}',
                 )
         calibration = base.calibration if calibration is None else calibration
         result = Policy(base.default, exceptions + base.layers, left + base.skip, calibration)

@@ -158,6 +158,7 @@ class StackedKV(QuantizedKV):
         raise KVQError(
             "the canonical values of a stack of caches",
             got=repr(self),
+            allowed="one cache, which has the axes [B, H, T, D]",
             do="select one cache, or call dequantize()",
         )
 
@@ -226,6 +227,7 @@ def _one_each(formats: str | Format | Sequence[str | Format], count: int) -> lis
             "formats of a stack of caches",
             got=f"{len(formats)} formats",
             allowed=f"one, or {count}: one for each cache",
+            do="give a format for each cache, in the order of the leading axes",
         )
     return list(formats)
 

@@ -86,7 +86,10 @@ def _paged_side(fmt: Format, pages: Sequence[Tensor], table: Tensor, length: Ten
 def _call(name: str, arguments: bytes) -> None:
     if library.function(name)(arguments):
         raise ImplementationError(
-            f"the C++ kernel {name}", got="not enough memory for its intermediate results"
+            f"the C++ kernel {name}",
+            got="not enough memory for its intermediate results",
+            allowed="what the system can still give",
+            do="free memory, or give fewer tokens at a time",
         )
 
 

@@ -281,7 +281,6 @@ def _attention(
         VUNIFORM=_is_uniform(value, value_compute, value_store),
         QNORM=int(not exact_query),
         SPLIT=int(parted),
-        LEAST=2 if parted else 1,
         ASM=int(where[0] == "cuda"),
         NATIVE=int(where[0] == "cuda" and where[1] >= 89),
         BM=block_m,

@@ -314,7 +314,7 @@ def attend_kernel(
     USE_LENGTH: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DT: tl.constexpr,
     VDIM: tl.constexpr, VDT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr,
     KLOW: tl.constexpr, VLOW: tl.constexpr, VUNIFORM: tl.constexpr, QNORM: tl.constexpr, SPLIT: tl.constexpr,
-    LEAST: tl.constexpr, ASM: tl.constexpr, NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module.
 
@@ -328,7 +328,6 @@ def attend_kernel(
         KC, VC: what keys and values are computed in, see ``load_coded``.
         KLOW, VLOW: whether tiles have a ``low``. VUNIFORM: whether the factor of values is the same for all tokens.
         QNORM: whether queries are divided by a power of two before they become fp16.
-        LEAST: blocks of a split, at least.
     """
     # A number of Python is fp32 to Triton when it launches a kernel, and fp64 where Inductor does.
     scale = tl.cast(scale, tl.float32)
@@ -407,7 +406,8 @@ def attend_kernel(
 
     block_low = low // BN
     blocks = tl.maximum((high + BN - 1) // BN - block_low, 0)
-    each = tl.maximum((blocks + splits - 1) // splits, LEAST)
+    # A split of a single block would cost its share of the merge for little; where there is one split, it has all blocks anyway.
+    each = tl.maximum((blocks + splits - 1) // splits, 2)
     x = block_low + tl.minimum(split * each, blocks)
     y = block_low + tl.minimum((split + 1) * each, blocks)
 
