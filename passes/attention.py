@@ -11,6 +11,7 @@ scales, masks, softcap, sinks and head repetition in any order that one exact re
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from .attention_flex import from_flex, is_flex
 from .attention_operands import fused_products
 from .attention_scores import Blocked, ScoreWalker, Step, follows_product
 from .attention_site import AttentionSite, Operand, Term
-from .attention_softmax import softmax_of
+from .attention_softmax import Softmax, softmax_of
 from .layout_nodes import arguments, constant_value, op_name, shape_of, tensor_of
 from .layout_sizes import LayoutError
 
@@ -59,13 +60,14 @@ def scan(
     sites: list[AttentionSite] = []
     misses: list[NearMiss] = []
     for node in graph_module.graph.nodes:
-        find = _finder(walker, node)
+        softmax = softmax_of(node, walker.effects)
+        find = _fused(node) if softmax is None else functools.partial(_from_softmax, softmax=softmax)
         if find is None:
             continue
         try:
             sites.append(find(walker, node))
         except Blocked as blocked:
-            likely = find is not _from_softmax or follows_product(node)
+            likely = softmax is None or follows_product(node)
             misses.append(NearMiss(node, blocked.node, blocked.reason, likely))
         except LayoutError as error:
             misses.append(NearMiss(node, node, f"cannot be read: {error}"))
@@ -84,9 +86,8 @@ def near_misses(graph_module: GraphModule, constants: Mapping[str, Tensor] | Non
     return scan(graph_module, constants)[1]
 
 
-def _finder(walker: ScoreWalker, node: Node) -> Callable[[ScoreWalker, Node], AttentionSite] | None:
-    if softmax_of(node, walker.effects) is not None:
-        return _from_softmax
+def _fused(node: Node) -> Callable[[ScoreWalker, Node], AttentionSite] | None:
+    """What reads ``node``, if that is an operation which is attention as a whole."""
     if op_name(node) == "scaled_dot_product_attention":
         return _from_sdpa
     if is_flex(node):
@@ -94,9 +95,7 @@ def _finder(walker: ScoreWalker, node: Node) -> Callable[[ScoreWalker, Node], At
     return None
 
 
-def _from_softmax(walker: ScoreWalker, node: Node) -> AttentionSite:
-    softmax = softmax_of(node, walker.effects)
-    assert softmax is not None
+def _from_softmax(walker: ScoreWalker, node: Node, softmax: Softmax) -> AttentionSite:
     path = walker.path(softmax)
     return Builder(walker, path.first, path.steps, path.last, path.probabilities, node, path.interior).build()
 

@@ -174,7 +174,7 @@ class ScoreWalker:
             *self.back(softmax.source, softmax.reader),
             Step(softmax.node, "softmax", dim=softmax.dim),
         ]
-        forward, last, probabilities = self._forward(softmax.node, softmax.dim)
+        forward, last, probabilities = self._forward(softmax.node)
         steps += forward
         first = contraction(steps[0].node)
         assert first is not None
@@ -391,7 +391,7 @@ class ScoreWalker:
 
     # ---- from the softmax on to the contraction with the values
 
-    def _forward(self, softmax: Node, dim: int) -> tuple[list[Step], Contraction, Node]:
+    def _forward(self, softmax: Node) -> tuple[list[Step], Contraction, Node]:
         steps: list[Step] = []
         node = softmax
         while True:

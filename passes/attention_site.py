@@ -57,21 +57,6 @@ class Operand:
         found = [axis for axis, name in enumerate(self.roles) if name == role]
         return found[0] if len(found) == 1 else None
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the source has one axis each for token and channel and all others are batch, head or fixed axes.
-
-        False as well if the walk ended early at a view that mixes axes.
-        """
-        seen = [role for role in self.roles if role != "fixed"]
-        return (
-            self.stopped is None
-            and self.axis("token") is not None
-            and self.axis("channel") is not None
-            and len(set(seen)) == len(seen)
-            and set(seen) <= {"batch", "head", "token", "channel"}
-        )
-
 
 @dataclass
 class Term:

@@ -243,7 +243,10 @@ def _check_options(options: Mapping[str, Any] | None, mode: str | None) -> _Opti
         given["format"] = parse_kv_format(given["format"])
     if given.get("lower", "inductor") not in ("inductor", "eager"):
         raise FormatError(
-            "option 'lower' of backend 'kvq'", got=repr(given["lower"]), allowed="'inductor' or 'eager'"
+            "option 'lower' of backend 'kvq'",
+            got=repr(given["lower"]),
+            allowed="'inductor' or 'eager'",
+            do="leave it out to compile with Inductor; 'eager' runs the rewritten graph as it is",
         )
     return _Options(**given)
 

@@ -108,7 +108,7 @@ def quantize_exported(
     policy.check_layers(len(layers_found))
     found = plan(captured, inputs, choose, constants, found=candidates, refuse=refuse)
     result, real = _assemble(program, placeholders, found, policy)
-    report = _report(program, found, result, real)
+    report = _report(program, found, real)
     record(report)
     if not report.rewritten and not allow_unrewritten:
         raise NothingRewrittenError(
@@ -124,7 +124,10 @@ def quantize_exported(
 def _check_dialect(program: ExportedProgram) -> None:
     if not isinstance(program, ExportedProgram):
         raise FormatError(
-            "quantize_exported", got=type(program).__name__, allowed="what torch.export.export returns"
+            "quantize_exported",
+            got=type(program).__name__,
+            allowed="what torch.export.export returns",
+            do="export the model first, or call quantize_kv_cache_ on a module",
         )
 
 
@@ -170,7 +173,6 @@ def _assemble(
     ]
     state, constants = _own_state(program, {id(dense) for dense in quantized})
     input_specs: list[InputSpec] = []
-    renamed: dict[str, str] = {}
     user_inputs: list[int] = []
     real: dict[str, QuantizedKV] = {}
     shared: dict[int, QuantizedKV] = {}
@@ -182,7 +184,6 @@ def _assemble(
             if spec.kind == InputKind.BUFFER and any(_data(program, spec) is dense for dense in quantized):
                 _drop_alias(graph_module, new, spec)
                 continue
-            renamed[node.name] = new.name
             spec = copy.copy(spec)
             spec.arg = _renamed(spec.arg, new.name)
             input_specs.append(spec)
@@ -210,13 +211,16 @@ def _assemble(
             target = f"{spec.target}_{name}"
             if target in state or target in constants:
                 raise FormatError(
-                    f"the buffer {target!r} for a store", got="a name that the program uses already"
+                    f"the buffer {target!r} for a store",
+                    got="a name that the program uses already",
+                    allowed="a name that is free",
+                    do="rename that buffer of the model",
                 )
             where[target] = tensor
             input_specs.append(
                 InputSpec(InputKind.BUFFER, TensorArgument(placeholder.name), target, spec.persistent)
             )
-    output_specs, user_outputs = _output_specs(found, old_signature, renamed)
+    output_specs, user_outputs = _output_specs(found, old_signature)
     # Of the calls only the root's is kept: the inner ones speak of values that are gone.
     call = copy.copy(program.module_call_graph[0])
     if call.signature is not None:
@@ -318,9 +322,7 @@ def _renamed(argument: Any, name: str) -> Any:
     return argument
 
 
-def _output_specs(
-    found: Plan, old: ExportGraphSignature, renamed: dict[str, str]
-) -> tuple[list[OutputSpec], list[int]]:
+def _output_specs(found: Plan, old: ExportGraphSignature) -> tuple[list[OutputSpec], list[int]]:
     (output,) = (node for node in found.lifted.graph_module.graph.nodes if node.op == "output")
     flat = pytree.tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
     specs: list[OutputSpec] = []
@@ -344,9 +346,7 @@ def _grow_spec(spec: pytree.TreeSpec, sizes: Sequence[int]) -> pytree.TreeSpec:
     return pytree.tree_structure(tree)
 
 
-def _report(
-    program: ExportedProgram, found: Plan, result: ExportedProgram, real: dict[str, QuantizedKV]
-) -> GraphReport:
+def _report(program: ExportedProgram, found: Plan, real: dict[str, QuantizedKV]) -> GraphReport:
     report = GraphReport("export", sites=found.sites, writes=found.lifted.writes)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for candidate in found.caches:

@@ -54,28 +54,6 @@ class Layout:
     def shape(self) -> tuple[Size, ...]:
         return tuple(product(atom.size for atom in dim) for dim in self.dims)
 
-    def is_identity(self) -> bool:
-        """True if the node is its source, dim for dim."""
-        return (
-            len(self.dims) == len(self.source_shape)
-            and all(
-                len(dim) == 1
-                and dim[0].axis == axis
-                and known_equal(dim[0].size, size)
-                and (known_equal(dim[0].stride, 1) or known_equal(size, 1))
-                for axis, (dim, size) in enumerate(zip(self.dims, self.source_shape, strict=True))
-            )
-            and all(known_equal(start, 0) for start in self.starts)
-        )
-
-    def axes_of(self, dim: int) -> tuple[int | None, ...]:
-        """Source axes of one dim, outermost first; None marks a repetition."""
-        return tuple(atom.axis for atom in self.dims[dim])
-
-    def covers(self, axis: int) -> bool:
-        """True if every index of a source axis is seen exactly once (repetitions aside) and in row-major digits."""
-        return self.span(axis) is not None and self.is_full(axis)
-
     def is_full(self, axis: int) -> bool:
         span = self.span(axis)
         return span is not None and known_equal(span[0], 0) and known_equal(span[1], self.source_shape[axis])
