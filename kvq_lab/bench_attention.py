@@ -313,7 +313,7 @@ def torchao_int8(shape: Shape, inputs: Inputs) -> Contender:
         importlib.import_module("torchao.ops")
     except Exception as error:  # it is another package's import, which fails in ways of its own
         row.refuse(
-            "not run: torchao is not installed"
+            "not run: torchao is not installed: pip install 'kvq-ops[peers]'"
             if isinstance(error, ModuleNotFoundError) and error.name == "torchao"
             else f"not run: torchao cannot be imported: {type(error).__name__}: {error}"
         )
@@ -345,7 +345,9 @@ def torchao_int8(shape: Shape, inputs: Inputs) -> Contender:
     try:
         calls[0]()
     except NotImplementedError:  # wheels without the kernel declare it all the same
-        row.refuse("not run: this build of torchao has no such kernel for CPUs")
+        row.refuse(
+            "not run: this build of torchao has no such kernel for CPUs: build it from its sources with USE_CPU_KERNELS=1"
+        )
         return Contender(row, [])
     except Exception as error:
         row.refuse(f"not run: {type(error).__name__}: {' '.join(str(error).split())[:160]}")

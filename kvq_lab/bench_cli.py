@@ -63,8 +63,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="measure attention over the cache and decoding, next to what there is without it",
         description="Measure in one run, all taking turns: decode attention of every format by every implementation, prefill, "
         "append, cost against filled tokens, and decoding with a real model; next to PyTorch's attention, torchao's, "
-        "transformers' quantized caches and llama.cpp where they run. Every result is checked against float64 first; for one "
-        "that is not right no speed is given, and the exit status is 1.",
+        "transformers' quantized caches (pip install 'kvq-ops[peers]') and llama.cpp where they run. Every result is checked "
+        "against float64 first; for one that is not right no speed is given, and the exit status is 1.",
         epilog="formats: " + ", ".join(kvq_ops.formats.kv_names()) + "; or key=NAME,value=NAME",
     )
     add = parser.add_argument

@@ -17,7 +17,7 @@ from kvq_lab.bench_attention import short
 from kvq_lab.bench_rows import Row
 from kvq_lab.bench_timing import Clock, Contender, Expected, time_contenders
 from kvq_lab.calibrate import observe
-from kvq_lab.demo import Decoder, compiled_apart
+from kvq_lab.decode_steps import Decoder, compiled_apart
 from kvq_lab.evaluate import live_bytes, log_probabilities
 from kvq_lab.progress import Stages
 from kvq_ops import reference
@@ -344,7 +344,12 @@ class _AtContext:
             Exception
         ) as error:  # a peer that is not installed, or does not take this model, has a row that says so
             status = "wrong" if cached.backend else "not run"
-            row.refuse(f"{status}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            install = (
+                "; pip install 'kvq-ops[peers]'"
+                if status == "not run" and isinstance(error, ImportError)
+                else ""
+            )
+            row.refuse(f"{status}: {type(error).__name__}: {' '.join(str(error).split())[:200]}{install}")
             return Contender(row, [])
         step = Decoder(forward, argument, cache, got.argmax(-1, keepdim=True))
         return Contender(row, [step], repeat=1)

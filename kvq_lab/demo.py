@@ -7,27 +7,26 @@ means anything (in eager mode a handle's stored values are read by the model's o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import inspect
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import kvq_ops
 import passes
 from kvq_lab import assets
 from kvq_lab.calibrate import observe
-from kvq_lab.environment import environment, one_line
+from kvq_lab.decode_steps import UNQUANTIZED, Decoder, compiled_apart, room_for_recompiles
+from kvq_lab.demo_report import show
+from kvq_lab.environment import environment
 from kvq_lab.evaluate import AttentionError, RoundTrip, interleaved, live_bytes, score
 from kvq_lab.progress import Stages
 from kvq_ops.calibration import Calibration
@@ -38,7 +37,6 @@ from kvq_ops.hf_shapes import cache_argument
 from kvq_ops.policy import Policy
 
 SCHEMA = "kvq.demo/1"
-UNQUANTIZED = "unquantized"
 PROMPT = "Explain in two sentences why the sky is blue."
 SHOWN = "int8_per_token_head"
 # What remains to do after the last compilation: timed steps and answers.
@@ -100,14 +98,6 @@ class Variant:
     cache: Any = None
 
 
-def compiled_apart(model: Any, **options: Any) -> Callable[..., Any]:
-    """``torch.compile`` with code of its own: variants would share one recompile limit and try each other's guards."""
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        options["isolate_recompiles"] = True
-    compiled: Callable[..., Any] = torch.compile(model, **options)
-    return compiled
-
-
 def make_variants(model: Any, settings: Settings, fitted: Mapping[str, Calibration | None]) -> list[Variant]:
     """The unquantized model under plain torch.compile, then each format under backend="kvq"."""
     from transformers import StaticCache
@@ -135,15 +125,6 @@ def make_variants(model: Any, settings: Settings, fitted: Mapping[str, Calibrati
     return variants
 
 
-@contextlib.contextmanager
-def _room_for_recompiles(count: int) -> Iterator[None]:
-    """Where compiled code is shared between variants, allow one compilation for each."""
-    from torch._dynamo import config
-
-    with config.patch(recompile_limit=max(config.recompile_limit, 2 * count)):
-        yield
-
-
 def compile_order(variants: Sequence[Variant], settings: Settings) -> list[Variant]:
     """Unquantized and the shown format, then one format of each number system, then the others.
 
@@ -159,19 +140,6 @@ def compile_order(variants: Sequence[Variant], settings: Settings) -> list[Varia
             ranks[variant.name] = seen[codec]
             seen[codec] += 1
     return sorted(variants, key=lambda variant: ranks[variant.name])
-
-
-class Decoder:
-    """Greedy decoding, a token for each call."""
-
-    def __init__(self, forward: Callable[..., Any], argument: str, cache: Any, token: torch.Tensor) -> None:
-        self.forward, self.keywords = forward, {argument: cache, "use_cache": True}
-        self.token = token
-
-    def __call__(self) -> torch.Tensor:
-        logits = self.forward(self.token, **self.keywords).logits
-        self.token = logits[:, -1:].argmax(-1)
-        return self.token
 
 
 # What a row says of the compiled decode step, and leaves None where there was no time for it.
@@ -336,7 +304,7 @@ def measure(
     # Not a slice: its strides would differ from a decoded token's and compile a graph of their own.
     last = torch.tensor([[int(ids[0, -1])]])
     graphs = _graphs_compiled()
-    with torch.no_grad(), _room_for_recompiles(len(variants)):
+    with torch.no_grad(), room_for_recompiles(len(variants)):
         with stages.stage("Compiling a decode step for each cache", len(variants)) as advance:
             longest = 0.0
             for variant in compile_order(variants, settings):
@@ -391,116 +359,6 @@ def measure(
         "report_text": reports[settings.shown].text(),
         "seconds": time.monotonic() - begin,
     }
-
-
-# -- what a person sees ------------------------------------------------------------------------
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
-
-
-def _change(row: dict[str, Any]) -> str:
-    return f"{100 * row['perplexity_change']:+.2f} ± {100 * row['perplexity_change_stderr']:.2f}"
-
-
-def _speed(row: dict[str, Any]) -> str:
-    if row["decode_speed"] is None:
-        return "not timed"
-    if row["format"] == UNQUANTIZED:
-        return f"{row['decode_tokens_per_second']:.1f} tok/s"
-    return f"{row['decode_speed']:.2f}x"
-
-
-def table_of(result: dict[str, Any]) -> Table:
-    """The table, one row for each cache."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("cache", no_wrap=True)
-    for heading in (
-        "bytes",
-        "ratio",
-        "ppl",
-        "change, %",
-        "KL",
-        "attention\nerror, %",
-        "top-1\nsame, %",
-        "decode\nspeed",
-        "sites\nrewritten",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in result["rows"]:
-        plain = row["format"] == UNQUANTIZED
-        table.add_row(
-            row["format"],
-            _size(row["cache_bytes"]),
-            f"{row['ratio']:.2f}x",
-            f"{row['perplexity']:.3f}",
-            "" if plain else _change(row),
-            "" if plain else f"{row['kl']:.5f}",
-            "" if plain else f"{100 * row['attention_error']:.2f}",
-            "" if plain else f"{100 * row['top1_agreement']:.1f}",
-            _speed(row),
-            "" if row["sites_found"] is None else f"{row['sites_rewritten']}/{row['sites_found']}",
-        )
-    return table
-
-
-def caption_of(result: dict[str, Any]) -> str:
-    """How each column was measured, for under the table."""
-    settings = result["settings"]
-    scored = result["scored_tokens"]
-    filled = settings["context"] + scored
-    short = "" if scored == settings["tokens"] else f" (of {settings['tokens']}: time ran short)"
-    codebooks = any(
-        row["format"] != UNQUANTIZED and kvq_ops.parse_kv_format(row["format"]).needs_calibration
-        for row in result["rows"]
-    )
-    untimed = [row["format"] for row in result["rows"] if row["decode_speed"] is None]
-    return "\n".join(
-        (
-            f"{result['model']} in {result['dtype']}; {one_line(result['environment'])}.",
-            f"bytes, ratio: every storage behind the cache, allocated for {settings['capacity']} tokens; "
-            f"the unquantized cache is {result['dtype']} like the model.",
-            f"ppl, change ± standard error, KL, top-1: {scored} tokens{short} of {result['text']} after "
-            f"{settings['context']} of context, {settings['chunk']} at a time through the cache, in eager mode; "
-            "all against the unquantized model.",
-            "attention error: relative L2 error of attention's output from exact inputs, mean over "
-            f"sites, first {settings['inspected']} tokens.",
-            *(
-                [f"codebooks are fitted to {settings['calibrated']} tokens that are not scored."]
-                if codebooks
-                else []
-            ),
-            f"decode speed: one compiled step at about {filled} tokens against the unquantized model under "
-            f"torch.compile; median of {settings['rounds']} interleaved rounds.",
-            "sites rewritten: attention calls of the compiled decode step that read the cache's codes.",
-            *(
-                [
-                    f"not timed: {len(untimed)} format{'s' * (len(untimed) != 1)} whose turn to be compiled came too late for "
-                    f"{settings['minutes']:g} minutes; --minutes gives more."
-                ]
-                if untimed
-                else []
-            ),
-        )
-    )
-
-
-def show(result: dict[str, Any], console: Console) -> None:
-    """Print answers, table, caption and the pass's report."""
-
-    def say(text: str = "") -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    say(f"\nPrompt: {result['prompt']}")
-    for answer in result["answers"]:
-        say(f"\n{answer['format']}:\n  {answer['text']}")
-    say()
-    console.print(table_of(result))
-    say()
-    say(caption_of(result))
-    say(f"\nThe pass on {result['report_format']}:\n{result['report_text']}")
-    say(f"\n{result['seconds']:.0f} seconds in all.")
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
+from kvq_lab.decode_steps import UNQUANTIZED
 from kvq_lab.eval_models import Subject, calibration_ids
 from kvq_lab.eval_specs import Spec
 from kvq_lab.evaluate import Step, live_bytes
 from kvq_ops.errors import FormatError, KVQError
 from kvq_ops.hf_shapes import cache_argument
-
-UNQUANTIZED = "unquantized"
 
 KINDS = ("codes", "scales", "minima", "exact", "outliers", "other")
 """Kinds of stored bytes."""

@@ -18,7 +18,8 @@ models:  smollm2 (the default weights), smollm2-outliers (the same function with
 formats: {formats};
          modifiers +recentR +sinkS +hadamard +outlierP%; key=NAME,value=NAME; or a policy as --suggest prints it, in
          JSON or a file that ends in .json. Repeat the option for more.
-peers:   quanto4, quanto2 (each also -per-channel), hqq8, hqq4, hqq2, hqq4-axis0, through transformers
+peers:   quanto4, quanto2 (each also -per-channel), hqq8, hqq4, hqq2, hqq4-axis0, through transformers; they need
+         pip install 'kvq-ops[peers]'
 
 examples:
   kvq eval smollm2 --format kivi4 --format key=int8_per_token_head,value=int4_group32 --html report.html

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvq_lab.eval_caches import KINDS, UNQUANTIZED
+from kvq_lab.decode_steps import UNQUANTIZED
+from kvq_lab.eval_caches import KINDS
 from kvq_lab.eval_report import _columns, caption_of, mean_error
 
 _STYLE = """

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvq_lab.demo import _change, _size
+from kvq_lab.decode_steps import UNQUANTIZED
+from kvq_lab.demo_report import change_text, size_text
 from kvq_lab.environment import one_line
-from kvq_lab.eval_caches import UNQUANTIZED
 
 
 def _columns(result: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -21,9 +21,9 @@ def _columns(result: dict[str, Any]) -> list[tuple[str, Any]]:
 
     columns: list[tuple[str, Any]] = [
         ("bits a\nvalue", lambda row: f"{row['bits_per_value']:.2f}"),
-        ("bytes", lambda row: _size(row["cache_bytes"])),
+        ("bytes", lambda row: size_text(row["cache_bytes"])),
         ("ppl", lambda row: f"{row['perplexity']:.3f}"),
-        ("change, %", unless_plain(_change)),
+        ("change, %", unless_plain(change_text)),
         ("KL", unless_plain(lambda row: f"{row['kl']:.5f}")),
         ("top-1\nsame, %", unless_plain(lambda row: f"{100 * row['top1_agreement']:.1f}")),
     ]

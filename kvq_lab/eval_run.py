@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from kvq_lab import demo, eval_models
+from kvq_lab.decode_steps import UNQUANTIZED, Decoder, room_for_recompiles
 from kvq_lab.environment import environment
 from kvq_lab.eval_caches import (
-    UNQUANTIZED,
     Calibrations,
     Contender,
     Prefill,
@@ -187,12 +187,12 @@ def speeds(
     # The demo's models, compiled for each; the caches are made here, since a row may be a policy.
     compiled = demo.make_variants(model, demo.Settings(formats=tuple(c.name for c in own[1:])), {})
     decoders: dict[str, Any] = {}
-    with torch.no_grad(), demo._room_for_recompiles(len(own)):
+    with torch.no_grad(), room_for_recompiles(len(own)):
         with stages.stage("Compiling a decode step for each cache", len(own)) as advance:
             for contender, variant in zip(own, compiled, strict=True):
                 cache = contender.new_cache(1, room)
                 prefill.fill(cache)
-                decode = decoders[contender.name] = demo.Decoder(variant.compiled, argument, cache, last)
+                decode = decoders[contender.name] = Decoder(variant.compiled, argument, cache, last)
                 begin = time.monotonic()
                 decode()
                 found[contender.name] = {"compile_seconds": time.monotonic() - begin, "decode_compiled": True}
@@ -203,7 +203,7 @@ def speeds(
             for contender in (contenders[0], *peers):
                 cache = contender.new_cache(1, room)
                 prefill.fill(cache)
-                eager[contender.name] = demo.Decoder(model, argument, cache, last)
+                eager[contender.name] = Decoder(model, argument, cache, last)
             groups.append(eager)
         for number, group in enumerate(groups):
             kind = "eager" if number else "compiled"

@@ -108,42 +108,41 @@ def random(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def codes(machine: Machine, row: Format, dtype: torch.dtype, dim: int) -> Row:
     """``quantize``, ``append_`` in three parts and ``paged_append_``: each plane equal to the torch codec's on the CPU."""
-    found = Row("codes", f"{row.name} {short(dtype)} D={dim}", format=row.name)
-    return attempt(found, functools.partial(_code, machine, row, dtype, dim))
 
-
-def _code(machine: Machine, row: Format, dtype: torch.dtype, dim: int, found: Row) -> Row:
-    tokens = machine.tokens
-    x = random((2, machine.kv_heads, tokens, dim), dtype)
-    cuts = [0, tokens // 2, tokens - 2, tokens]
-    want = empty(row, x, tokens + 3)
-    have = moved(want, machine.device)
-    for first, last in zip(cuts, cuts[1:], strict=False):
-        at, part = torch.arange(first, last), x[:, :, first:last]
-        with kvq_ops.use_implementation("torch"):
-            kvq_ops.append_(want, at, part, row.name)
-        with kvq_ops.use_implementation(KERNELS):
-            kvq_ops.append_(have, at.to(machine.device), part.to(machine.device), row.name)
-    wrong = unequal(row, have, want, "append_")
-    if not row.calibrated:
-        with kvq_ops.use_implementation("torch"):
-            want = kvq_ops.quantize(x, row.name)
-        with kvq_ops.use_implementation(KERNELS):
-            have = kvq_ops.quantize(x.to(machine.device), row.name)
-        wrong = wrong or unequal(row, have, want, "quantize")
-    if paged(row):
-        want, table = pages_of(row, empty(row, x, tokens), 16)
-        want[-1].zero_()
+    def check(found: Row) -> Row:
+        tokens = machine.tokens
+        x = random((2, machine.kv_heads, tokens, dim), dtype)
+        cuts = [0, tokens // 2, tokens - 2, tokens]
+        want = empty(row, x, tokens + 3)
         have = moved(want, machine.device)
-        at = torch.arange(tokens).expand(2, tokens).contiguous()
-        with kvq_ops.use_implementation("torch"):
-            kvq_ops.paged_append_(want, table, at, x, row.name)
-        with kvq_ops.use_implementation(KERNELS):
-            kvq_ops.paged_append_(
-                have, table.to(machine.device), at.to(machine.device), x.to(machine.device), row.name
-            )
-        wrong = wrong or unequal(row, have, want, "paged_append_")
-    return found.refuse("wrong", wrong) if wrong else found
+        for first, last in zip(cuts, cuts[1:], strict=False):
+            at, part = torch.arange(first, last), x[:, :, first:last]
+            with kvq_ops.use_implementation("torch"):
+                kvq_ops.append_(want, at, part, row.name)
+            with kvq_ops.use_implementation(KERNELS):
+                kvq_ops.append_(have, at.to(machine.device), part.to(machine.device), row.name)
+        wrong = unequal(row, have, want, "append_")
+        if not row.calibrated:
+            with kvq_ops.use_implementation("torch"):
+                want = kvq_ops.quantize(x, row.name)
+            with kvq_ops.use_implementation(KERNELS):
+                have = kvq_ops.quantize(x.to(machine.device), row.name)
+            wrong = wrong or unequal(row, have, want, "quantize")
+        if paged(row):
+            want, table = pages_of(row, empty(row, x, tokens), 16)
+            want[-1].zero_()
+            have = moved(want, machine.device)
+            at = torch.arange(tokens).expand(2, tokens).contiguous()
+            with kvq_ops.use_implementation("torch"):
+                kvq_ops.paged_append_(want, table, at, x, row.name)
+            with kvq_ops.use_implementation(KERNELS):
+                kvq_ops.paged_append_(
+                    have, table.to(machine.device), at.to(machine.device), x.to(machine.device), row.name
+                )
+            wrong = wrong or unequal(row, have, want, "paged_append_")
+        return found.refuse("wrong", wrong) if wrong else found
+
+    return attempt(Row("codes", f"{row.name} {short(dtype)} D={dim}", format=row.name), check)
 
 
 def unequal(row: Format, have: Sequence[Tensor], want: Sequence[Tensor], what: str) -> str:
@@ -211,65 +210,68 @@ def attention(
     size: int = 0,
 ) -> Row:
     """Attention over stores of unequal length, or over pages of ``size`` tokens."""
+
+    def check(found: Row) -> Row:
+        tokens = machine.tokens
+        shape = (2, machine.kv_heads, tokens, dim)
+        options = variants(machine, -(-tokens // size) * size if size else tokens, queries)[variant]
+        query = random((2, machine.heads, queries, dim), dtype, 7)
+        stores = [filled(row, random(shape, dtype, seed)) for row, seed in ((pair.key, 8), (pair.value, 9))]
+        # A window of exact tokens has no rows of unequal length: how much is coded goes with the length.
+        ragged = not (pair.key.windowed or pair.value.windowed)
+        length = torch.tensor([tokens, max(queries, tokens - 5) if ragged else tokens])
+        exact = [
+            reference.decode_store(store, row).float()
+            for row, store in zip((pair.key, pair.value), stores, strict=True)
+        ]
+        if size:
+            exact = [torch.nn.functional.pad(x, (0, 0, 0, -(-tokens // size) * size - tokens)) for x in exact]
+        u = oracle.unit(dtype, bfloat16_stored=pair.lossless)
+        if not pair.lossless and (pair.key.lossless or pair.value.lossless):
+            u = max(u, oracle.unit(dtype, bfloat16_stored=True))
+        key, value = exact
+        expected = oracle.attention(query, key, value, length, options, u=u, dtype=dtype)
+        return held(found, expected, _by_kernels(machine, pair, query, stores, length, options, size))
+
     where = f"pages of {size}" if size else "contiguous"
-    found = Row("attention", f"{pair} {variant} N={queries} {short(dtype)} D={dim} {where}", format=str(pair))
-    return attempt(found, functools.partial(_attend, machine, pair, variant, queries, dtype, dim, size))
+    name = f"{pair} {variant} N={queries} {short(dtype)} D={dim} {where}"
+    return attempt(Row("attention", name, format=str(pair)), check)
 
 
-def _attend(
+def _by_kernels(
     machine: Machine,
     pair: KVFormat,
-    variant: str,
-    queries: int,
-    dtype: torch.dtype,
-    dim: int,
+    query: Tensor,
+    stores: Sequence[list[Tensor]],
+    length: Tensor,
+    options: oracle.Options,
     size: int,
-    found: Row,
-) -> Row:
-    tokens = machine.tokens
-    shape = (2, machine.kv_heads, tokens, dim)
-    options = variants(machine, -(-tokens // size) * size if size else tokens, queries)[variant]
-    query = random((2, machine.heads, queries, dim), dtype, 7)
-    sides = [(row, filled(row, random(shape, dtype, seed))) for row, seed in ((pair.key, 8), (pair.value, 9))]
-    # A window of exact tokens has no rows of unequal length: how much is coded goes with the length.
-    ragged = not (pair.key.windowed or pair.value.windowed)
-    length = torch.tensor([tokens, max(queries, tokens - 5) if ragged else tokens])
-    exact = [reference.decode_store(store, row).float() for row, store in sides]
-    if size:
-        exact = [torch.nn.functional.pad(x, (0, 0, 0, -(-tokens // size) * size - tokens)) for x in exact]
-    u = oracle.unit(dtype, bfloat16_stored=pair.lossless)
-    if not pair.lossless and (pair.key.lossless or pair.value.lossless):
-        u = max(u, oracle.unit(dtype, bfloat16_stored=True))
-    key, value = exact
-    expected = oracle.attention(query, key, value, length, options, u=u, dtype=dtype)
+) -> Tensor:
     extra: dict[str, Any] = {
         k: v.to(machine.device) if isinstance(v, Tensor) else v for k, v in options.given().items()
     }
+    query = query.to(machine.device)
     with kvq_ops.use_implementation(KERNELS):
         if size:
-            pools, tables = zip(*(pages_of(row, store, size) for row, store in sides), strict=True)
-            got = kvq_ops.paged_attention(
-                query.to(machine.device),
-                moved(pools[0], machine.device),
-                moved(pools[1], machine.device),
-                tables[0].to(machine.device),
+            cut = [
+                pages_of(row, store, size) for row, store in zip((pair.key, pair.value), stores, strict=True)
+            ]
+            keys, values = (moved(pool, machine.device) for pool, _ in cut)
+            table = cut[0][1].to(machine.device)
+            return kvq_ops.paged_attention(
+                query,
+                keys,
+                values,
+                table,
                 length.to(machine.device),
                 pair.key.name,
                 pair.value.name,
                 **extra,
             )
-        else:
-            for _, store in sides:
-                store[-1].copy_(length)
-            got = kvq_ops.attention(
-                query.to(machine.device),
-                moved(sides[0][1], machine.device),
-                moved(sides[1][1], machine.device),
-                pair.key.name,
-                pair.value.name,
-                **extra,
-            )
-    return held(found, expected, got)
+        for store in stores:
+            store[-1].copy_(length)
+        keys, values = (moved(store, machine.device) for store in stores)
+        return kvq_ops.attention(query, keys, values, pair.key.name, pair.value.name, **extra)
 
 
 # --------------------------------------------------------------------------------------------------------------- list
