@@ -25,7 +25,8 @@ from kvq_ops import formats, registry
 from kvq_ops.formats import Format, parse_kv_format
 from kvq_ops.registry import Implementation, implementations
 from tests.ops.checks import assert_planes, assert_tight, exact_attention
-from tests.ops.oracles import array, decoded, expected
+from tests.ops.oracle_numbers import array
+from tests.ops.oracles import decoded, expected
 
 from .models import FakeQuantized, quantized_cache, run, stepper, truncated
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from torch import Tensor
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 COMMON: dict[str, Any] = {"vocab_size": 64, "attn_implementation": "eager", **TOKENS}
@@ -142,3 +143,9 @@ def model(name: str) -> Any:
 def prompt(rows: int = 2, tokens: int = 11) -> torch.Tensor:
     generator = torch.Generator().manual_seed(11)
     return torch.randint(3, 64, (rows, tokens), generator=generator)
+
+
+def encoder_inputs(name: str) -> dict[str, Tensor]:
+    if name == "whisper":
+        return {"input_features": torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(3))}
+    return {"input_ids": prompt(2, 12)}

@@ -16,7 +16,6 @@ import torch.nn.functional as F  # noqa: E402
 
 from kvq_ops import eviction_ops, hf_runs  # noqa: E402
 from kvq_ops.eviction import Eviction  # noqa: E402
-from kvq_ops.handle import planned_bytes  # noqa: E402
 from kvq_ops.hf import QuantizedCache  # noqa: E402
 from tests.hf.evicting import (  # noqa: E402
     DECODERS,
@@ -146,7 +145,7 @@ def test_both_ways_of_seeing_attention_agree(name: str) -> None:
 )
 def test_g6_memory_is_that_of_the_budget_at_every_step(spec: str) -> None:
     cache = make(spec, limit=10_000)
-    want = sum(planned_bytes((2, 2, 13, 8), h.format, h.dtype) for h in make(spec).handles())
+    want = sum(h.format.nbytes(2, 2, 13, 8, h.dtype) for h in make(spec).handles())
     want += 2 * (2 * 2 * 13 * 4 + 2 * 13)  # mass and marks of padding
     for part in prompt(2, 40).split([20, *[1] * 20], 1):
         llama("sdpa")(input_ids=part, past_key_values=cache)

@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from transformers.cache_utils import StaticCache  # noqa: E402
 
 from kvq_ops import dequantize, quantize  # noqa: E402
-from kvq_ops.handle import planned_bytes  # noqa: E402
 from kvq_ops.hf import QuantizedCache  # noqa: E402
 from tests.hf.models import config, model, prompt  # noqa: E402
 from tests.ops import windows  # noqa: E402, F401  registers formats of small groups
@@ -88,7 +87,7 @@ def test_steps_equal_quantizing_everything_anew(how: str, spec: str) -> None:
         assert (
             handle.plane_coded.tolist() == [max(0, 58 - fmt.recent) // fmt.token_group * fmt.token_group] * 2
         )
-    assert cache.nbytes == sum(planned_bytes(h.shape, h.format, h.dtype) for h in cache.handles())
+    assert cache.nbytes == sum(h.format.nbytes(*h.shape, h.dtype) for h in cache.handles())
 
 
 @pytest.mark.parametrize("spec", SPECS[:3])

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("transformers")
 
 from kvq_ops import errors  # noqa: E402
-from kvq_ops.handle import planned_bytes  # noqa: E402
 from kvq_ops.hf import QuantizedCache  # noqa: E402
 from tests.hf.models import config, model, prompt  # noqa: E402
 from tests.hf.test_windowed_cache import FakeWindows, run  # noqa: E402
@@ -66,7 +65,7 @@ def test_d8_equals_a_window_mask_over_the_whole_cache(name: str, spec: str, size
     want = run(user, FakeWindows(cache), ids, sizes)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert cache.nbytes == bytes_before
-    assert cache.nbytes == sum(planned_bytes(h.shape, h.format, h.dtype) for h in cache.handles())
+    assert cache.nbytes == sum(h.format.nbytes(*h.shape, h.dtype) for h in cache.handles())
     for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True):
         if sliding:
             row = [layer.kv_format.key, layer.kv_format.value]

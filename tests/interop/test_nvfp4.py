@@ -12,7 +12,7 @@ from kvq_ops import QuantizedKV
 from kvq_ops.errors import CapacityError, DtypeError, FormatError, KVQError, ShapeError
 from kvq_ops.interop import vllm
 from tests.interop import foreign
-from tests.ops import oracles
+from tests.ops import oracle_numbers, oracles
 
 F32 = np.float32
 PAGES, PAGE, HEADS, DIM = 4, 8, 3, 64
@@ -89,7 +89,7 @@ class TestReading:
         assert key.format.name == value.format.name == "nvfp4" and key.length.tolist() == [13, 6]
         assert matches(key, sides[0]) and matches(value, sides[1])
         for handle, planes, g in zip((key, value), sides, SCALES.values(), strict=True):
-            sf = oracles.float8_values(planes["block_scale"], E4M3)
+            sf = oracle_numbers.float8_values(planes["block_scale"], E4M3)
             want = oracle.nvfp4_decode(planes["codes"], sf, g)
             got = handle.dequantize().numpy()
             assert np.array_equal(got[0], want[0]) and np.array_equal(got[1, :, :6], want[1, :, :6])
@@ -131,7 +131,10 @@ class TestReading:
         for x, g in zip(dense, SCALES.values(), strict=True):
             codes, sf = foreign.nvfp4_encode(x.numpy(), g)
             sides.append(
-                {"codes": codes, "block_scale": oracles.float8_bytes(sf, np.zeros(sf.shape, bool), E4M3)}
+                {
+                    "codes": codes,
+                    "block_scale": oracle_numbers.float8_bytes(sf, np.zeros(sf.shape, bool), E4M3),
+                }
             )
         assert (sides[1]["block_scale"] == 0x7E).any() and (sides[0]["block_scale"] == 0).any()
         want = filled(sides, layout, memory, order, slots)

@@ -11,7 +11,7 @@ from kvq_ops import QuantizedKV
 from kvq_ops.errors import CapacityError, DtypeError, FormatError, KVQError, ShapeError
 from kvq_ops.interop import vllm
 from tests.interop import foreign
-from tests.ops import checks, oracles
+from tests.ops import checks, oracle_numbers
 
 F32 = np.float32
 PAGES, PAGE, HEADS, DIM = 6, 4, 2, 16
@@ -81,7 +81,11 @@ class TestReading:
         assert key.shape == (2, HEADS, 9, DIM) and key.length.tolist() == [9, 5]
         assert matches(key, sides[0]) and matches(value, sides[1])
         codes = sides[1]["codes"]
-        values = codes.astype(F32) if element == "int8" else oracles.float8_values(codes, torch.float8_e4m3fn)
+        values = (
+            codes.astype(F32)
+            if element == "int8"
+            else oracle_numbers.float8_values(codes, torch.float8_e4m3fn)
+        )
         want = values * sides[1]["scale"][..., None]
         got = value.dequantize().numpy()
         assert np.array_equal(got[0], want[0]) and np.array_equal(got[1, :, :5], want[1, :, :5])
@@ -184,9 +188,11 @@ def test_encoding_by_their_rule(layout: str, mode: str, dtype: torch.dtype) -> N
     slots[1, 2] = -1
     sides = []
     for x in dense:
-        codes, scale = foreign.vllm_encode(oracles.array(x), element, mode.endswith("truncated"))
+        codes, scale = foreign.vllm_encode(oracle_numbers.array(x), element, mode.endswith("truncated"))
         if element == "fp8":
-            codes = oracles.float8_bytes(codes, np.signbit(oracles.array(x)), torch.float8_e4m3fn)
+            codes = oracle_numbers.float8_bytes(
+                codes, np.signbit(oracle_numbers.array(x)), torch.float8_e4m3fn
+            )
         sides.append({"codes": codes, "scale": scale})
     want = filled(layout, element, sides, slots)
     got = torch.full_like(want.view(torch.uint8), 0xA5).view(want.dtype)

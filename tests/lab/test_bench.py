@@ -218,7 +218,7 @@ def test_copies_fill_what_caches_could_hold() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
 def test_without_torchao_a_row_says_so() -> None:
     row = bench_attention.torchao_int8(SHAPE, Inputs.random(SHAPE, 8)).row
-    assert row.status == "not run: torchao is not installed"
+    assert row.status == "not run: torchao is not installed: pip install 'kvq-ops[peers]'"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")

@@ -18,7 +18,7 @@ from kvq_ops.hf_shapes import cache_argument
 
 pytest.importorskip("transformers", reason="the lab extra is not installed")
 
-from kvq_lab import assets, demo
+from kvq_lab import assets, demo, demo_report
 from kvq_lab.calibrate import observe
 from kvq_lab.progress import Stages
 from kvq_ops.errors import ShapeError
@@ -119,7 +119,7 @@ def test_the_result_is_json_and_prints(result, tmp_path: Path) -> None:
     assert read["environment"]["torch"] == torch.__version__
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     shown = io.StringIO()
-    demo.show(read, Console(file=shown, width=140))
+    demo_report.show(read, Console(file=shown, width=140))
     for row in result["rows"]:
         assert row["format"] in shown.getvalue()
     assert "2/2" in shown.getvalue()
@@ -136,7 +136,7 @@ def test_where_time_runs_out_the_rest_is_not_timed_and_says_so() -> None:
     assert rows["none"]["kl"] is not None
     assert rows["int8_per_token_head"]["decode_speed"] > 0  # its answer and report are shown
     shown = io.StringIO()
-    demo.show(result, Console(file=shown, width=140))
+    demo_report.show(result, Console(file=shown, width=140))
     assert "not timed: 1 format " in shown.getvalue()
     assert result["scored_tokens"] == 8
     assert "8 tokens (of 24: time ran short)" in shown.getvalue()
@@ -180,7 +180,7 @@ def _row(name: str, **changes: Any) -> dict[str, Any]:
 def test_the_table_shows_the_measured_numbers() -> None:
     rows = [_row("unquantized", ratio=1.0, sites_found=None), _row("int4_group32", cache_bytes=2048)]
     stream = io.StringIO()
-    Console(file=stream, width=140).print(demo.table_of({"rows": rows}))
+    Console(file=stream, width=140).print(demo_report.table_of({"rows": rows}))
     *_, plain, coded = (line.split() for line in stream.getvalue().rstrip().splitlines())
     assert plain == ["unquantized", "3.0", "MiB", "1.00x", "22.346", "17.5", "tok/s"]
     assert coded[:4] == ["int4_group32", "2.0", "KiB", "3.76x"]

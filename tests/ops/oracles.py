@@ -18,112 +18,27 @@ import torch
 from torch import Tensor
 
 from kvq_ops.formats import Format
+from tests.ops.oracle_numbers import (
+    CASTS,
+    F32,
+    MAGNITUDES,
+    array,
+    blocks,
+    extremes,
+    finite,
+    float8_bytes,
+    float8_values,
+    has,
+    ratio,
+    saturated,
+    widen,
+    zero_for_nan,
+)
 
-F32 = np.float32
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Planes = dict[str, np.ndarray]
 
 INTEGER_EDGE = F32(np.finfo(F32).max * (0.5 - 2**-8))
 CODEBOOK_EDGE = F32(np.finfo(F32).max / 4)
-
-
-def array(tensor: Tensor) -> np.ndarray:
-    """numpy view of a tensor; half floats widened to float32, which loses nothing."""
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype in DTYPES else tensor).numpy()
-
-
-def has(fmt: Format, plane: str) -> bool:
-    return plane in [p.name for p in fmt.planes]
-
-
-# ------------------------------------------------------------------------------------------------------- small floats
-
-
-def _float8_magnitudes(exponent_bits: int, mantissa_bits: int, codes: int) -> np.ndarray:
-    """Values of the byte patterns 0..codes-1, from the definition of the format."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    byte = np.arange(codes)
-    exponent, mantissa = byte >> mantissa_bits, byte & (2**mantissa_bits - 1)
-    normal = (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
-    return np.where(exponent > 0, normal, mantissa / 2**mantissa_bits * 2.0 ** (1 - bias)).astype(F32)
-
-
-# Above the last finite byte of e4m3fn lies NaN, above that of e5m2 infinity.
-MAGNITUDES = {
-    torch.float8_e4m3fn: _float8_magnitudes(4, 3, 127),
-    torch.float8_e5m2: _float8_magnitudes(5, 2, 124),
-}
-CASTS = {torch.float8_e4m3fn: oracle.e4m3, torch.float8_e5m2: oracle.e5m2}
-
-
-def float8_bytes(values: np.ndarray, negative: np.ndarray, element: torch.dtype) -> np.ndarray:
-    table = MAGNITUDES[element]
-    byte = np.searchsorted(table, np.abs(values))
-    assert np.array_equal(table[byte], np.abs(values)), "not values of this element type"
-    return (byte | np.where(negative, 128, 0)).astype(np.uint8)
-
-
-def float8_values(codes: np.ndarray, element: torch.dtype) -> np.ndarray:
-    table = MAGNITUDES[element]
-    assert ((codes & 127) < len(table)).all(), "NaN or infinity among the codes"
-    return np.where(codes & 128, -table[codes & 127], table[codes & 127]).astype(F32)
-
-
-def bfloat16(x: np.ndarray) -> np.ndarray:
-    """Round float32 to bfloat16, ties to even; the result as float32."""
-    bits = np.ascontiguousarray(x, F32).view(np.uint32).astype(np.uint64)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return bits.astype(np.uint32).view(F32).reshape(np.shape(x))
-
-
-ROUND: dict[torch.dtype, tuple[Callable[[np.ndarray], np.ndarray], float, float]] = {
-    # rounding, largest value, relative error of rounding
-    torch.float16: (lambda x: np.asarray(x, np.float16).astype(F32), 65504.0, 2.0**-11),
-    torch.bfloat16: (bfloat16, 3.3895313892515355e38, 2.0**-8),
-    torch.float32: (lambda x: np.asarray(x, F32), float(np.finfo(F32).max), 2.0**-24),
-}
-
-
-def saturated(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Rounded to ``dtype``, at most its largest number; as float32."""
-    rounding, largest, _ = ROUND[dtype]
-    return rounding(np.clip(np.asarray(x, F32), -F32(largest), F32(largest))).astype(F32)
-
-
-# ---------------------------------------------------------------------------------------------------- groups of values
-
-
-def _zero_for_nan(x: np.ndarray) -> np.ndarray:
-    return np.where(np.isnan(x), F32(0), x)
-
-
-def _finite(x: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(x), x, F32(0))
-
-
-def _blocks(x: np.ndarray, group: int, fill: float) -> np.ndarray:
-    """``[..., n, group]``, the last group filled up."""
-    padding = np.full((*x.shape[:-1], -x.shape[-1] % group), fill, x.dtype)
-    return np.concatenate([x, padding], -1).reshape(*x.shape[:-1], -(-x.shape[-1] // group), group)
-
-
-def extremes(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lowest and highest finite value of each group; zeros where there is none."""
-    low = _blocks(np.where(np.isfinite(x), x, F32(np.inf)), group, np.inf).min(-1)
-    high = _blocks(np.where(np.isfinite(x), x, F32(-np.inf)), group, -np.inf).max(-1)
-    empty = high < low
-    return np.where(empty, F32(0), low), np.where(empty, F32(0), high)
-
-
-def _wide(scale: np.ndarray, group: int, size: int) -> np.ndarray:
-    return np.repeat(scale, group, -1)[..., :size]
-
-
-def _ratio(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """``x / scale``, zero where the scale is."""
-    return np.where(scale != 0, x / np.where(scale != 0, scale, F32(1)), F32(0)).astype(F32)
-
 
 # ----------------------------------------------------------------------------------------------------- encodings
 
@@ -151,17 +66,17 @@ def _asymmetric(x: np.ndarray, bits: int, group: int, parameter: torch.dtype) ->
         np.where(np.isfinite(x), np.clip(x, -INTEGER_EDGE, INTEGER_EDGE), F32(np.nan)), group
     )
     scale, minimum = saturated((high - low) / F32(top), parameter), saturated(low, parameter)
-    value = np.clip(_zero_for_nan(x), -INTEGER_EDGE, INTEGER_EDGE)
-    wide = _wide(scale, group, x.shape[-1])
-    steps = np.rint(_ratio(value - _wide(minimum, group, x.shape[-1]), wide))
+    value = np.clip(zero_for_nan(x), -INTEGER_EDGE, INTEGER_EDGE)
+    wide = widen(scale, group, x.shape[-1])
+    steps = np.rint(ratio(value - widen(minimum, group, x.shape[-1]), wide))
     return np.clip(steps, 0, top).astype(np.uint8), scale, minimum
 
 
 def _symmetric(x: np.ndarray, bits: int, group: int, parameter: torch.dtype) -> tuple[np.ndarray, ...]:
     top = 2 ** (bits - 1) - 1
-    amax = np.maximum(_blocks(np.abs(_finite(x)), group, 0).max(-1), F32(1e-8))
+    amax = np.maximum(blocks(np.abs(finite(x)), group, 0).max(-1), F32(1e-8))
     scale = saturated(amax / F32(top), parameter)
-    steps = np.clip(np.rint(_ratio(_zero_for_nan(x), _wide(scale, group, x.shape[-1]))), -top, top)
+    steps = np.clip(np.rint(ratio(zero_for_nan(x), widen(scale, group, x.shape[-1]))), -top, top)
     return _twos_complement(steps, bits), scale
 
 
@@ -171,7 +86,7 @@ def _twos_complement(steps: np.ndarray, bits: int) -> np.ndarray:
 
 def _spanning(fmt: Format, x: np.ndarray, static: Planes) -> Planes:
     """One scale for many tokens, and a zero point perhaps."""
-    steps = np.rint(_ratio(_zero_for_nan(x), static["scale"].reshape(1, -1, 1, 1)))
+    steps = np.rint(ratio(zero_for_nan(x), static["scale"].reshape(1, -1, 1, 1)))
     if "zero_point" in static:
         zero = static["zero_point"].reshape(1, -1, 1, 1)
         codes = (np.clip(steps, -zero, 2**fmt.bits - 1 - zero).astype(np.int64) % 2**fmt.bits).astype(
@@ -187,13 +102,13 @@ def _float8(fmt: Format, x: np.ndarray, static: Planes) -> Planes:
     assert fmt.element is not None
     largest = F32(MAGNITUDES[fmt.element][-1])
     planes: Planes = {}
-    value = _zero_for_nan(x)
+    value = zero_for_nan(x)
     if fmt.group == 0:
-        planes["scale"] = np.maximum(np.abs(_finite(x)).max(-1), F32(1e-8)) / largest
+        planes["scale"] = np.maximum(np.abs(finite(x)).max(-1), F32(1e-8)) / largest
         scale = planes["scale"][..., None]
     else:
         scale = static["scale"].reshape(1, -1, 1, 1)
-    values = CASTS[fmt.element](np.clip(_ratio(value, scale), -largest, largest))
+    values = CASTS[fmt.element](np.clip(ratio(value, scale), -largest, largest))
     return planes | {"codes": float8_bytes(values, np.signbit(value) & (scale > 0), fmt.element)}
 
 
@@ -201,11 +116,11 @@ def _block_scaled(fmt: Format, x: np.ndarray, static: Planes) -> Planes:
     if has(fmt, "exponent"):
         return _mx(fmt, x)
     g, d = F32(static["decode_scale"][0]), x.shape[-1]
-    amax = _blocks(np.abs(_finite(x)), 16, 0).max(-1)
-    sf = oracle.e4m3(_ratio(amax, F32(6) * g))
+    amax = blocks(np.abs(finite(x)), 16, 0).max(-1)
+    sf = oracle.e4m3(ratio(amax, F32(6) * g))
     # A block whose scale rounds to zero gets the smallest one of e4m3, where a value is nearer to a code than to zero then.
-    sf = np.where((sf == 0) & (_ratio(amax, g) > F32(2.0**-11)), F32(2.0**-9), sf)
-    codes = oracle.e2m1_code(_ratio(_zero_for_nan(x), _wide(sf * g, 16, d)))
+    sf = np.where((sf == 0) & (ratio(amax, g) > F32(2.0**-11)), F32(2.0**-9), sf)
+    codes = oracle.e2m1_code(ratio(zero_for_nan(x), widen(sf * g, 16, d)))
     return {
         "codes": oracle.pack(codes, 4),
         "block_scale": float8_bytes(sf, np.zeros(sf.shape, bool), torch.float8_e4m3fn),
@@ -215,11 +130,11 @@ def _block_scaled(fmt: Format, x: np.ndarray, static: Planes) -> Planes:
 def _mx(fmt: Format, x: np.ndarray) -> Planes:
     """In float64: logarithms of float32 are off next to powers of two."""
     d, emax = x.shape[-1], 2 if fmt.element is None else 8
-    amax = _blocks(np.abs(_finite(x)).astype(np.float64), 32, 0).max(-1)
+    amax = blocks(np.abs(finite(x)).astype(np.float64), 32, 0).max(-1)
     e = np.where(amax > 0, np.floor(np.log2(np.where(amax > 0, amax, 1))) - emax, -127)
     e = np.clip(e, -127, 127)
-    value = _zero_for_nan(x)
-    scaled = np.clip(value.astype(np.float64) / _wide(2.0**e, 32, d), -1e30, 1e30).astype(F32)
+    value = zero_for_nan(x)
+    scaled = np.clip(value.astype(np.float64) / widen(2.0**e, 32, d), -1e30, 1e30).astype(F32)
     if fmt.element is None:
         codes = oracle.pack(oracle.e2m1_code(scaled), 4)
     else:
@@ -255,10 +170,10 @@ def nearest(z: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 
 def _codebook(fmt: Format, x: np.ndarray, static: Planes) -> Planes:
-    value = np.clip(_zero_for_nan(x), -CODEBOOK_EDGE, CODEBOOK_EDGE)
+    value = np.clip(zero_for_nan(x), -CODEBOOK_EDGE, CODEBOOK_EDGE)
     if has(fmt, "norm"):
         norm = saturated(np.minimum(np.sqrt((value.astype(np.float64) ** 2).sum(-1)), 65504.0), torch.float16)
-        z = _ratio(value * F32(x.shape[-1] ** 0.5), norm[..., None])
+        z = ratio(value * F32(x.shape[-1] ** 0.5), norm[..., None])
         return {"norm": norm, "codes": oracle.pack(nearest(z, normal_table(fmt.bits)), fmt.bits)}
     planes: Planes = {}
     if fmt.group == 0:
@@ -266,9 +181,7 @@ def _codebook(fmt: Format, x: np.ndarray, static: Planes) -> Planes:
         planes["centre"] = saturated((high + low) * F32(0.5), torch.float16)
         planes["half_range"] = saturated((high - low) * F32(0.5), torch.float16)
     centre, half = _centre_and_half(fmt, planes or static)
-    return planes | {
-        "codes": oracle.pack(nearest(_ratio(value - centre, half), static["codebook"]), fmt.bits)
-    }
+    return planes | {"codes": oracle.pack(nearest(ratio(value - centre, half), static["codebook"]), fmt.bits)}
 
 
 def _centre_and_half(fmt: Format, planes: Planes) -> tuple[np.ndarray, np.ndarray]:
@@ -365,14 +278,14 @@ def calibrated(fmt: Format, x: np.ndarray) -> Planes:
         return planes
     plane = fmt.planes[fmt.static_planes[0]]
     axes = (0, 2, 3) if plane.axes == "H" else None
-    x = _finite(x)
+    x = finite(x)
     low, high = x.min(axes, initial=0).reshape(-1), x.max(axes, initial=0).reshape(-1)
     amax = np.maximum(high, -low)
     if has(fmt, "zero_point"):
         top = 2**fmt.bits - 1
         low, high = np.maximum(low, -INTEGER_EDGE), np.minimum(high, INTEGER_EDGE)
         scale = np.where(high > low, np.maximum(high - low, F32(1e-8)) / F32(top), F32(0)).astype(F32)
-        return {"scale": scale, "zero_point": np.clip(np.rint(_ratio(-low, scale)), 0, top).astype(F32)}
+        return {"scale": scale, "zero_point": np.clip(np.rint(ratio(-low, scale)), 0, top).astype(F32)}
     if fmt.codec == "integer":
         divisor = F32(2 ** (fmt.bits - 1) - 1)
     elif fmt.codec == "float8":
@@ -390,7 +303,7 @@ def first_fit(fmt: Format, x: Tensor | np.ndarray) -> Planes:
     with np.errstate(all="ignore"):
         values = array(x) if isinstance(x, Tensor) else x
         if fmt.rotation:
-            values = rotated(fmt, _finite(values))
+            values = rotated(fmt, finite(values))
         if fmt.outliers:
             values = split_outliers(fmt, values, {})[1]
         return calibrated(fmt, values)
@@ -420,12 +333,12 @@ def expected(
             slots = np.arange(x.shape[2]) if position is None else position
             slots = np.broadcast_to(slots.reshape(-1, 1, x.shape[2]), (x.shape[0], 1, x.shape[2]))
             planes["position"] = (slots + 1).astype(np.int32)
-            values = turned(_finite(values), slots, static["inv_freq"], back=True)
+            values = turned(finite(values), slots, static["inv_freq"], back=True)
         if fmt.rotation:
-            values = rotated(fmt, _finite(values))
+            values = rotated(fmt, finite(values))
         if fmt.outliers:
             index, rest = split_outliers(fmt, values, static or {})
-            kept = np.take_along_axis(_zero_for_nan(values), index.astype(np.int64), -1)
+            kept = np.take_along_axis(zero_for_nan(values), index.astype(np.int64), -1)
             planes |= {"outlier_index": index, "outlier_value": saturated(kept, dtype)}
             values = rest
         static = calibrated(fmt, values) if static is None else static
@@ -493,10 +406,10 @@ def _values(fmt: Format, planes: Planes, codes: np.ndarray) -> np.ndarray:
     if fmt.codec == "block_scaled":
         values = oracle.e2m1_value(codes) if fmt.element is None else float8_values(codes, fmt.element)
         if "exponent" in planes:
-            scale = _wide(2.0 ** (planes["exponent"].astype(np.float64) - 127), 32, d)
+            scale = widen(2.0 ** (planes["exponent"].astype(np.float64) - 127), 32, d)
             return (values * scale).astype(F32)
         sf = float8_values(planes["block_scale"], torch.float8_e4m3fn)
-        return values * _wide(sf * planes["decode_scale"][0], 16, d)
+        return values * widen(sf * planes["decode_scale"][0], 16, d)
     if fmt.codec == "codebook" and "norm" in planes:
         entries = normal_table(fmt.bits)[codes]
         length = np.sqrt((entries.astype(np.float64) ** 2).sum(-1, keepdims=True))

@@ -13,7 +13,7 @@ from kvq_ops import QuantizedKV, errors
 from kvq_ops.calibration import Calibration, check_static, fit
 from kvq_ops.codecs.kmeans import fit_entries
 from kvq_ops.formats import get_format, names, parse_kv_format
-from tests.ops import checks, oracles
+from tests.ops import checks, oracle_numbers, oracles
 from tests.ops.calibrated import CALIBRATED, SCALED, D, fitted, sample
 from tests.ops.checks import STATIC
 
@@ -86,7 +86,7 @@ def test_a_codebook_is_fitted_to_what_it_codes(name: str, weighted: bool) -> Non
     if fmt.group is None:
         centre, half = (static[n].astype(np.float32)[None, :, None] for n in ("centre", "half_range"))
     else:
-        low, high = oracles.extremes(values, D)
+        low, high = oracle_numbers.extremes(values, D)
         centre, half = (((high + s * low) / 2).astype(np.float16).astype(np.float32) for s in (1, -1))
     z = (values - centre) / half
     used = np.isfinite(z)

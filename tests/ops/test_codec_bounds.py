@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvq_ops
 from kvq_ops.formats import Format, get_format
-from tests.ops import checks, oracles
+from tests.ops import checks, oracle_numbers, oracles
 from tests.ops.checks import DTYPES, F32, LISTED, NAMES
 from tests.ops.codec_data import FLOAT8_TIES, KINDS, int8_ties, make
 
@@ -29,7 +29,7 @@ def error_limit(fmt: Format, x: np.ndarray, planes: dict[str, np.ndarray]) -> np
     if fmt.codec == "integer" and "minimum" in planes:
         group = fmt.group or d
         top = 2**fmt.bits - 1
-        _, largest, unit = oracles.ROUND[fmt.planes[fmt.index("scale")].dtype]
+        _, largest, unit = oracle_numbers.ROUND[fmt.planes[fmt.index("scale")].dtype]
         limit = np.zeros(x.shape)
         for i in range(0, d, group):
             g = x[..., i : i + group]
@@ -53,7 +53,10 @@ def error_limit(fmt: Format, x: np.ndarray, planes: dict[str, np.ndarray]) -> np
     if "exponent" in planes:
         wide = np.repeat(2.0 ** (planes["exponent"].astype(np.float64) - 127), 32, -1)[..., :d]
     else:
-        scale = oracles.float8_values(planes["block_scale"], torch.float8_e4m3fn) * planes["decode_scale"][0]
+        scale = (
+            oracle_numbers.float8_values(planes["block_scale"], torch.float8_e4m3fn)
+            * planes["decode_scale"][0]
+        )
         wide = np.repeat(scale, 16, -1)[..., :d]
     # The gap of the code at each value; a scale that was rounded down leaves its largest values out of reach.
     if fmt.element is None:
@@ -82,9 +85,9 @@ def integer_limit(fmt: Format, x: np.ndarray) -> np.ndarray:
         blocks = np.concatenate([x, missing], -1).reshape(*x.shape[:-1], -1, group)
         low, high = (np.repeat(f(blocks, axis=-1), group, -1)[..., : x.shape[-1]] for f in (np.min, np.max))
         parameter = fmt.planes[fmt.index("scale")].dtype
-        _, largest, unit = oracles.ROUND[parameter]
+        _, largest, unit = oracle_numbers.ROUND[parameter]
         tiny = 2.0**-25 if parameter == torch.float16 else 0.0
-    if oracles.has(fmt, "zero_point"):
+    if oracle_numbers.has(fmt, "zero_point"):
         top = 2**fmt.bits - 1
         step = np.maximum(np.maximum(high, 0) - np.minimum(low, 0), 1e-8) / top
         # The zero point is rounded to a whole step, so that the ends are up to half a step out of reach.

@@ -14,7 +14,13 @@ from tests.ops.checks import DTYPES, F32, LISTED, NAMES
 from tests.ops.codec_data import E2M1_TIES, HEAD_DIMS, KINDS, make
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def one_of_them_in_single_rows(*kinds: str) -> pytest.MarkDecorator:
+    """The first kind of values goes through the kernels row by row, the others in tiles of many rows (``whole_tiles``)."""
+    first = pytest.param(kinds[0], marks=pytest.mark.single_rows)
+    return pytest.mark.parametrize("kind", [first, *kinds[1:]])
+
+
+@one_of_them_in_single_rows(*KINDS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("implementation", checks.implementations("quantize"))
 def test_codes_and_scales_equal_the_oracle(implementation: str, name: str, kind: str) -> None:
@@ -35,7 +41,7 @@ def test_codes_and_scales_equal_the_oracle(implementation: str, name: str, kind:
         pytest.skip(f"{implementation} refuses {name} here")
 
 
-@pytest.mark.parametrize("kind", ["random", "huge", "all_positive", "e2m1_ties"])
+@one_of_them_in_single_rows("random", "huge", "all_positive", "e2m1_ties")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("implementation", checks.implementations("append_"))
 def test_append_writes_the_same_codes(implementation: str, name: str, kind: str) -> None:

@@ -140,7 +140,7 @@ def _variants(op: str, name: str) -> dict[str, tuple[Any, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", EACH_KIND)
 @every_implementation
-def test_fake_equals_real(op: str, implementation: str, name: str) -> None:
+def test_B1_fake_equals_real_and_outputs_own_their_memory(op: str, implementation: str, name: str) -> None:
     served(op, implementation, name)
     for what, (args, kwargs) in _variants(op, name).items():
         with FakeTensorMode() as mode:
@@ -152,33 +152,14 @@ def test_fake_equals_real(op: str, implementation: str, name: str) -> None:
             implementation, op, fmts, [D] * len(fmts), args[2] if op == "dequantize" else dtype
         ):
             continue
-        with registry.use_implementation(implementation):
-            real = _outputs(op, args, kwargs)
-        assert len(fake) == len(real), what
-        for f, r in zip(fake, real, strict=True):
-            assert (f.shape, f.dtype, f.device) == (r.shape, r.dtype, r.device), what
-            strides = [(a, b) for a, b, size in zip(f.stride(), r.stride(), r.shape, strict=True) if size > 1]
-            assert not r.numel() or all(a == b for a, b in strides), f"{what}: {f.stride()} for {r.stride()}"
-
-
-@pytest.mark.parametrize("name", EACH_KIND)
-@every_implementation
-def test_B1_outputs_own_their_memory_and_inputs_stay(op: str, implementation: str, name: str) -> None:
-    served(op, implementation, name)
-    for what, (args, kwargs) in _variants(op, name).items():
-        dtype = next(t.dtype for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
-        fmts = [get_format(name)] * (2 if op == "attention" else 1)
-        if checks.refusal(
-            implementation, op, fmts, [D] * len(fmts), args[2] if op == "dequantize" else dtype
-        ):
-            continue
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         written = {id(t) for t in args[0]} if op == "append_" else set()
         before = [(t, t._version, t.clone()) for t in tensors]
         with registry.use_implementation(implementation):
-            outputs = _outputs(op, args, kwargs)
+            real = _outputs(op, args, kwargs)
+        _same_metadata(fake, real, what)
         owned = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
-        for i, out in enumerate(outputs):
+        for i, out in enumerate(real):
             if out.numel():
                 pointer = out.untyped_storage().data_ptr()
                 assert pointer not in owned, f"{what}: output {i} shares the memory of an input or output"
@@ -191,6 +172,14 @@ def test_B1_outputs_own_their_memory_and_inputs_stay(op: str, implementation: st
                 assert tensor._version == version and torch.equal(tensor, copy), (
                     f"{what}: an input was written"
                 )
+
+
+def _same_metadata(fake: list[Tensor], real: list[Tensor], what: str) -> None:
+    assert len(fake) == len(real), what
+    for f, r in zip(fake, real, strict=True):
+        assert (f.shape, f.dtype, f.device) == (r.shape, r.dtype, r.device), what
+        strides = [(a, b) for a, b, size in zip(f.stride(), r.stride(), r.shape, strict=True) if size > 1]
+        assert not r.numel() or all(a == b for a, b in strides), f"{what}: {f.stride()} for {r.stride()}"
 
 
 def test_schemas_declare_every_mutation() -> None:

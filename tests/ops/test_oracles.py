@@ -9,9 +9,9 @@ import torch
 
 from kvq_ops import formats
 from kvq_ops.formats import Format, Plane, get_format
-from tests.ops import checks, oracles
+from tests.ops import checks, oracle_numbers, oracles
 from tests.ops.codec_data import KINDS, make
-from tests.ops.oracles import F32
+from tests.ops.oracle_numbers import F32
 
 # The golden oracle neither saturates nor computes logarithms next to the ends of fp32.
 WITHIN_RANGE = [kind for kind in KINDS if kind not in ("huge", "subnormal")]
@@ -28,7 +28,7 @@ def assert_golden(name: str, x: np.ndarray, dense: np.ndarray, **planes: np.ndar
 
 @pytest.mark.parametrize("kind", WITHIN_RANGE)
 def test_the_oracles_agree_with_the_golden_one(kind: str) -> None:
-    x = oracles.array(make(kind, (1, 2, 40, 96)))
+    x = oracle_numbers.array(make(kind, (1, 2, 40, 96)))
     codes, scale = oracle.int8_per_token_head_encode(x)
     assert_golden(
         "int8_per_token_head", x, oracle.int8_per_token_head_decode(codes, scale), codes=codes, scale=scale

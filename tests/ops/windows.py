@@ -12,7 +12,8 @@ import kvq_ops
 from kvq_ops import rows
 from kvq_ops.formats import Format, get_format, register_format
 from tests.ops import checks, oracles
-from tests.ops.oracles import F32, Planes
+from tests.ops.oracle_numbers import F32
+from tests.ops.oracles import Planes
 
 # Groups of eight tokens: the grammar has no name for them, since KIVI's are of 32.
 for _name, _bits, _recent, _sinks in (

@@ -12,8 +12,23 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._sympy.functions import Min
 
-from passes.attention import AttentionSite, scan
+from passes.attention import AttentionSite, Operand, scan
 from passes.capture import capture, remove_dead_code
+
+
+def is_plain(operand: Operand) -> bool:
+    """Whether the source has one axis each for token and channel, and all others are batch, head or fixed axes.
+
+    False as well if the walk ended early at a view that mixes axes.
+    """
+    seen = [role for role in operand.roles if role != "fixed"]
+    return (
+        operand.stopped is None
+        and operand.axis("token") is not None
+        and operand.axis("channel") is not None
+        and len(set(seen)) == len(seen)
+        and set(seen) <= {"batch", "head", "token", "channel"}
+    )
 
 
 def reference_attention(

@@ -15,7 +15,7 @@ import passes
 from kvq_ops.formats import get_format
 from kvq_ops.handle import QuantizedKV
 
-from .cache_spellings import WIDTH, B, Decoder, Spelling
+from .cache_decoder import WIDTH, B, Decoder, Spelling
 
 INT8 = "int8_per_token_head"
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -139,3 +139,27 @@ def check_export(spelling: Spelling, *formats: str, caches: set[str] | None = No
         assert written_planes(ours) == {f"{cache}_{plane}" for cache in caches for plane in planes}
         assert not caches & set(ours.state_dict)
         assert_same(run(ours.module(), spelling), expected(net, format))
+
+
+def formats(net: nn.Module) -> dict[str, str]:
+    return {
+        name: one.format_name if isinstance(one, QuantizedKV) else "dense"
+        for name, one in net.named_buffers()
+        if name != "causal"
+    }
+
+
+def unchanged(net: nn.Module) -> object:
+    """Checks later that no tensor of ``net`` was replaced or written."""
+    tensors = {**dict(net.named_buffers()), **dict(net.named_parameters())}
+    values = {name: one.clone() for name, one in tensors.items()}
+    plain = {name: value for name, value in vars(net).items() if isinstance(value, (int, str, float, list))}
+    plain = copy.deepcopy(plain)
+
+    def check() -> None:
+        now = {**dict(net.named_buffers()), **dict(net.named_parameters())}
+        assert all(now[name] is tensors[name] for name in tensors)
+        assert all(torch.equal(now[name], values[name]) for name in tensors)
+        assert all(vars(net)[name] == value for name, value in plain.items())
+
+    return check

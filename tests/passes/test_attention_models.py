@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from passes.attention import NearMiss, scan
 
-from .attention_reference import CaptureBackend, rewrite_to_reference
+from .attention_reference import CaptureBackend, is_plain, rewrite_to_reference
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,7 +125,7 @@ def test_exported_model(family: str, implementation: str) -> None:
     assert len(sites) == 2 and not misses
     for site in sites:
         assert {name: getattr(site, name) for name in want} == want
-        assert site.key.is_plain and site.value.is_plain
+        assert is_plain(site.key) and is_plain(site.value)
     rewrite_to_reference(rewritten, sites)
     for step in range(3):
         given = {"input_ids": torch.tensor([[5, 6, 7]]) + step, "cache_position": torch.arange(3) + 3 * step}
@@ -158,7 +158,7 @@ def test_every_layer_is_found_and_rebuilt(family: str, implementation: str) -> N
     # In decode the keys come from the cache (a prefill past the window reads the fresh keys, an MLA model expands its latent).
     if family != "deepseek_v3":
         for site in recorder.sites[1]:
-            assert site.key.is_plain and site.value.is_plain
+            assert is_plain(site.key) and is_plain(site.value)
             assert site.key.roles == site.value.roles == ("batch", "head", "token", "channel")
     for new, old in zip(got, expected, strict=True):
         torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5)

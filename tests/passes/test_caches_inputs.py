@@ -19,7 +19,8 @@ from kvq_ops.handle import QuantizedKV
 from kvq_ops.policy import Policy
 
 from .cache_checks import INT8, assert_quantized, assert_same, compiled
-from .cache_spellings import HK, SPELLINGS, WIDTH, B, D, Decoder, T
+from .cache_decoder import HK, WIDTH, B, D, Decoder, T
+from .cache_spellings import SPELLINGS
 
 STEPS = ((0, 3), (3, 1), (4, 1), (5, 2))
 Caches = tuple[Tensor, Tensor]

@@ -15,7 +15,8 @@ import passes
 from kvq_ops.errors import NothingRewrittenError
 
 from .cache_checks import INT8, assert_same, check_compile, compiled, expected, exported, handles, inputs, run
-from .cache_spellings import HK, SPELLINGS, B, D, Decoder, Spelling, T, each, index_put_, of, pair
+from .cache_decoder import HK, B, D, Decoder, Spelling, T
+from .cache_spellings import SPELLINGS, each, index_put_, of, pair
 
 ONE = replace(SPELLINGS["index_put_"], layers=1)
 

@@ -22,7 +22,8 @@ from .cache_checks import (
     run,
     scalars_in_graphs,
 )
-from .cache_spellings import SPELLINGS, Decoder, T
+from .cache_decoder import Decoder, T
+from .cache_spellings import SPELLINGS
 
 REFUSED = {
     "kv_channels": "reads a part of the channels of the keys, which share codes or scales",
@@ -87,8 +88,8 @@ def test_refused_under_export(name: str) -> None:
     assert REFUSED[name].removeprefix("k0 ") in str(error.value)
     left = passes.quantize_exported(program, INT8, allow_unrewritten=True)
     assert set(left.state_dict) == set(program.state_dict)
-    steps = [step for step in SPELLINGS[name].steps if SPELLINGS[name].longest or step[1] == 1]
-    x, position = torch.randn(2, steps[0][1], 24), torch.arange(steps[0][1])
+    tokens = SPELLINGS[name].steps[0][1]
+    x, position = torch.randn(2, tokens, 24), torch.arange(tokens)
     with torch.no_grad():
         assert torch.equal(left.module()(x, position), program.module()(x, position))
 
@@ -99,7 +100,7 @@ def test_cross_cache_that_nobody_writes() -> None:
     net = Decoder(spelling)
     rounded = Decoder(spelling)
     rounded.load_state_dict(net.state_dict())
-    from .cache_spellings import fake_quantize
+    from .cache_decoder import fake_quantize
 
     for name in ("k0", "v0"):
         setattr(rounded, name, fake_quantize(getattr(net, name), INT8))

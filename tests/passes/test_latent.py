@@ -14,7 +14,7 @@ import passes
 from kvq_ops.handle import QuantizedKV
 
 from .cache_checks import INT8, assert_quantized, assert_same, compiled
-from .cache_spellings import fake_quantize
+from .cache_decoder import fake_quantize
 
 B, T, HEADS, LATENT, ROTARY, WIDTH = 2, 16, 3, 64, 16, 24
 KINDS = ("two_buffers", "one_buffer", "by_hand", "rotary_first", "grouped")

@@ -10,6 +10,8 @@ What the stock interpreter (3.6 to 3.8) does otherwise than the compiled code, a
   other float8 types. So kernels of this project make float8 codes by integer operations, which are the same everywhere, and the
   offline tests look into the assembly for conversions to float8, which must not be there.
 * ``tl.dot`` of 8-bit integers accumulates in 8 bits, and that of float8 goes through the conversions above.
+* bounds of a loop that a kernel computes are arrays of one element, of which Triton 3.6 makes an ``int`` as numpy before 2.4
+  allowed. Here the element is taken, as Triton 3.8 does.
 * an access outside of a tensor goes unseen. Here each unmasked lane must lie in the storage of one of the arguments.
 * a product and a sum stay two operations. Compiled code may make one ``fma`` of them, which rounds once; :func:`fused` shows what
   a kernel would give then, and codes must not depend on it.
@@ -201,6 +203,11 @@ def _run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _stock_run(self, *args, **kwargs)
 
 
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    _stock_patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 # ------------------------------------------------------------------------------------------------------------ speed
 
 # The stock interpreter spends most of its time on the following, at every call of a helper and at every operation. What is
@@ -242,7 +249,8 @@ def _overflow(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
 
 
 _shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
-_sizes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_sizes: dict[int, tuple[Any, Any, Any]] = {}
+"""By the identity of a type's shape, which is kept here and so stays its own; types of one shape share it."""
 
 
 def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -251,22 +259,71 @@ def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
     if found is None:
         _stock_block_type(self, element_ty, shape)
         key = tuple(self.shape.values)
-        _shapes[key] = (self.shape, self.numel, str(self.shape))
+        self.shape, self.numel, _ = _shapes.setdefault(key, (self.shape, self.numel, str(self.shape)))
         return
     self.element_ty = element_ty
     self.shape, self.numel, text = found
-    self.name = f"<{text}, {element_ty}>"
+    self.name = f"<{text}, {element_ty.name}>"
+
+
+_SCALAR = ()
 
 
 def _tensor(self: Any, handle: Any, type: Any) -> None:
-    key = tuple(type.shape.values) if type.is_block() else ()
-    found = _sizes.get(key)
+    shape = type.shape if type.is_block() else _SCALAR
+    found = _sizes.get(id(shape))
     if found is None:
         _stock_tensor(self, handle, type)
-        _sizes[key] = (self.shape, self.numel)
+        _sizes[id(shape)] = (shape, self.shape, self.numel)
         return
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = found
+    _, self.shape, self.numel = found
+
+
+def _handle(self: Handle, data: Any, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if type(dtype) is not tl.dtype or data.itemsize * 8 > max(8, dtype.primitive_bitwidth):
+        self.__post_init__()
+
+
+def _unwrap(value: Any) -> Any:
+    kind = type(value)
+    if kind is tl.constexpr:
+        return value.value
+    return value if kind in _PLAIN else _stock_unwrap(value)
+
+
+def _same(self: Any, other: Any) -> bool:
+    return self is other or _stock_same(self, other)
+
+
+def _broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Two tensors of one shape, or two scalars, stay what they are."""
+    one, other = (side.type.shape if side.type.is_block() else None for side in (lhs, rhs))
+    return (lhs, rhs) if one is other else _stock_broadcast(self, lhs, rhs)
+
+
+def _checked(
+    self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: Any = False, allow_rhs_ptr: Any = False,
+    arithmetic_check: Any = True, div_or_mod: Any = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Numbers of one type are promoted to it, except by divisions, where halves are not."""
+    if type(lhs) is tl.tensor and type(rhs) is tl.tensor and not div_or_mod:
+        kind = lhs.dtype
+        if kind is rhs.dtype and type(kind) is tl.dtype:
+            return _broadcast(self, lhs, rhs)
+    return _stock_checked(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _bind(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """As the stock one; it makes a copy of the keywords at each call, and what it wraps looks for what it has given."""
+    inner = getattr(member, "__wrapped__", member)
+
+    def bound(*args: Any, member: Any = inner, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(obj, name, bound)
 
 
 # ----------------------------------------------------------------------------------------------------------- bounds
@@ -322,9 +379,14 @@ _stock_atomic = Builder.create_atomic_rmw
 _stock_reduce = interpreter.ReduceOps.apply_impl
 _stock_run = interpreter.GridExecutor.__call__
 _stock_arguments = interpreter.GridExecutor._init_args_hst
+_stock_patch_tensor = interpreter._patch_lang_tensor
 _stock_patch, _stock_numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
 _stock_block_type, _stock_tensor = tl.block_type.__init__, tl.tensor.__init__
 _stock_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
+_stock_unwrap, _stock_same = tl.core._unwrap_if_constexpr, tl.dtype.__eq__
+_stock_broadcast = TritonSemantic.broadcast_impl_value
+_stock_checked = TritonSemantic.binary_op_type_checking_impl
+_PLAIN = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)})
 
 _CASTS = ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc")
 _OURS: tuple[tuple[Any, str, Any], ...] = (
@@ -342,10 +404,17 @@ _OURS: tuple[tuple[Any, str, Any], ...] = (
     (interpreter.GridExecutor, "_init_args_hst", _arguments),
     (interpreter.GridExecutor, "__call__", _run),
     (interpreter, "_patch_lang", _patch),
+    (interpreter, "_patch_lang_tensor", _patch_tensor),
     (interpreter, "_get_np_dtype", _numpy_type),
     (TritonSemantic, "binary_op_sanitize_overflow_impl", _overflow),
     (tl.block_type, "__init__", _block_type),
     (tl.tensor, "__init__", _tensor),
+    (tl.dtype, "__eq__", _same),
+    (tl.core, "_unwrap_if_constexpr", _unwrap),
+    (Handle, "__init__", _handle),
+    (TritonSemantic, "broadcast_impl_value", _broadcast),
+    (TritonSemantic, "binary_op_type_checking_impl", _checked),
+    (interpreter, "_patch_attr", _bind),
     # The stock class bound these to its own cast when it was made.
     *(
         (Builder, f"create_{name}", lambda self, source, target: self.cast_impl(source, target))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,41 +13,8 @@ from triton.runtime.errors import InterpreterError
 from kvq_ops.triton_kernels import attention as launcher
 from kvq_ops.triton_kernels import attention_kernel, merge, rotary, rotate, rows, scaled, stored, tiles
 from tests.cpu.test_attention import filled
+from tests.triton.planted import plant
 from tests.triton.test_attention import check, in_pages
-
-# Where the functions of a module are looked up when kernels run.
-USERS: dict[ModuleType, ModuleType] = {
-    attention_kernel: launcher,
-    merge: launcher,
-    rotate: launcher,
-    rows: attention_kernel,
-    tiles: attention_kernel,
-    scaled: tiles,
-    rotary: tiles,
-    stored: scaled,
-}
-
-
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    def plant(module: ModuleType, right: str, wrong: str) -> None:
-        source = inspect.getsource(module)
-        assert source.count(right) == 1, f"{source.count(right)} times {right!r}"
-        path = tmp_path / "broken.py"
-        path.write_text(source.replace(right, wrong))
-        spec = importlib.util.spec_from_file_location("kvq_ops.triton_kernels.broken", path)
-        assert spec is not None and spec.loader is not None
-        broken = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, broken)
-        spec.loader.exec_module(broken)
-        user = USERS[module]
-        for name in vars(user).keys() & vars(broken).keys():
-            own = getattr(module, name, None)
-            if getattr(getattr(own, "fn", own), "__module__", "") == module.__name__:
-                monkeypatch.setattr(user, name, getattr(broken, name))
-
-    yield plant
-
 
 INT8, INT4 = ("int8_per_token_head",) * 2, ("int4_group32",) * 2
 LOW = ("int8_per_token_head_asym_fp32",) * 2
@@ -113,7 +76,7 @@ FAULTS: dict[str, tuple[ModuleType, str, str, tuple[str, str], dict[str, Any]]] 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_fault_is_noticed(fault: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module, right, wrong, names, options = FAULTS[fault]
     options = dict(options)
     tokens, splits = options.pop("tokens", 40), options.pop("splits", 0)
@@ -129,7 +92,7 @@ def test_the_fault_is_noticed(fault: str, plant: Any, monkeypatch: pytest.Monkey
     query = (torch.randn(1, 4, 3, 32) * 3).to(dtype)
     pages = in_pages(stores, names, page) if page else None
     check(query, stores, names, pages, **options)
-    plant(module, right, wrong)
+    plant(monkeypatch, tmp_path, module, right, wrong)
     with pytest.raises((AssertionError, InterpreterError)) as caught:
         check(query, stores, names, pages, **options)
     # By its results, or by where it reads; a kernel that does not run at all would prove nothing.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from kvq_ops.formats import get_format
 from kvq_ops.triton_kernels import attention as launcher
 from kvq_ops.triton_kernels import attention_kernel
 from tests.cpu.test_attention import filled
+from tests.triton.planted import plant
 from tests.triton.test_attention import check, in_pages
 
 TILE = 32
@@ -125,15 +123,6 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
         "edges are lost": ("edges = opened & ~main", "edges = opened & ~main & 1"),
         "one looked at too few": ("range(first, last, WIDE)", "range(first, last - WIDE, WIDE)"),
     }[fault]
-    source = inspect.getsource(attention_kernel)
-    assert source.count(right) == 1
-    path = tmp_path / "broken.py"
-    path.write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location("kvq_ops.triton_kernels.broken", path)
-    assert spec is not None and spec.loader is not None
-    broken = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, broken)
-    spec.loader.exec_module(broken)
     monkeypatch.setattr(launcher, "count_splits", lambda *_: 1)
     name = "none"
     stores = [filled(name, 2, 1, 230, 32) for _ in range(2)]
@@ -143,6 +132,6 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
     want = check(query, stores, (name, name), mask=open_)
     stores, fmt = [poisoned(store, name, open_[:, 0, 0]) for store in stores], get_format(name)
     assert torch.equal(launcher.attention(query, *stores, fmt, fmt, mask=open_), want)
-    monkeypatch.setattr(launcher, "attend_kernel", broken.attend_kernel)
+    plant(monkeypatch, tmp_path, attention_kernel, right, wrong)
     with pytest.raises((AssertionError, InterpreterError)):
         assert torch.equal(launcher.attention(query, *stores, fmt, fmt, mask=open_), want)
