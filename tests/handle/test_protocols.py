@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from kvq_ops import QuantizedKV, errors
-from kvq_ops.handle import dense_bytes, planned_bytes, storage_bytes
+from kvq_ops.formats import get_format
+from kvq_ops.handle import dense_bytes, storage_bytes
 from tests.handle.shadow import FORMATS, Pair, planes_of, same_planes
 
 EVERY = (*FORMATS, "fp8_e5m2", "fp8_per_head", "int2_group32", "int4_per_token_head+outlier10%")
@@ -252,7 +254,9 @@ def test_flatten_and_unflatten_give_the_same_cache() -> None:
 def test_bytes_planned_and_real() -> None:
     for name in EVERY:
         x = QuantizedKV.empty((2, 5, 16, 32), name, dtype=torch.float16, axes="bthd")
-        assert planned_bytes((2, 5, 16, 32), name, torch.float16, "bthd") == x.nbytes
+        fmt = get_format(name)
+        planes = zip(fmt.plane_shapes(2, 16, 5, 32), fmt.plane_dtypes(torch.float16), strict=True)
+        assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in planes) == x.nbytes
         assert dense_bytes(x) == 2 * 5 * 16 * 32 * 2
     assert storage_bytes([x, x[:, 1:], torch.zeros(3)]) == x.nbytes + 12
     assert storage_bytes([torch.empty(5, device="meta"), torch.empty(7, device="meta")]) == 48

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from kvq_ops.formats import get_format
 from kvq_ops.triton_kernels import rotary
 from kvq_ops.triton_kernels.dequantize import dequantize
 from tests.cpu.test_attention import filled
+from tests.triton.planted import plant
 from tests.triton.test_attention import check
-from tests.triton.test_attention_faults import plant  # noqa: F401
 
 NAMES = ("nuq4_keys", "nuq3_keys", "nuq4_keys+hadamard", "nuq4_keys+outlier5%", "nuq4_keys+recent4+sink2")
 
@@ -58,10 +58,10 @@ def test_attention(name: str, dim: int) -> None:
         ("there[:, None], y, 0.0)", "there[:, None], x, 0.0)"),
     ],
 )
-def test_a_fault_is_noticed(right: str, fault: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_fault_is_noticed(right: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = far("nuq4_keys", 64, 1_000_000)
     assert wrong(store, "nuq4_keys") <= 1
-    plant(rotary, right, fault)
+    plant(monkeypatch, tmp_path, rotary, right, fault)
     assert wrong(store, "nuq4_keys") > 100
 
 
