@@ -241,9 +241,8 @@ void fetch_codes(const Side& s, const Block& k, int64_t t0, int64_t end, Ahead& 
 
 void fetch_scales(const Side& s, const Block& k, int64_t t0, int64_t end, Ahead& ahead) {
   if (s.static_scale || s.scale_tokens != 1) return;
-  const int64_t groups = s.scale_channels ? (s.dim + s.scale_channels - 1) / s.scale_channels : 1;
-  fetch(s, s.scale, groups, k, t0, end, ahead);
-  fetch(s, s.minimum, groups, k, t0, end, ahead);
+  fetch(s, s.scale, groups_of(s), k, t0, end, ahead);
+  fetch(s, s.minimum, groups_of(s), k, t0, end, ahead);
 }
 
 // What to fetch during a span: its values, then all that the next one begins with. That may be another item's, which the same thread
@@ -464,10 +463,10 @@ int64_t run(AttentionArgs a) {
     float* p = parts.get() + (i * splits + split) * part_size;
     return State{p, p + width, p + 2 * width};
   };
-  // A thread takes parts that follow each other where it can, so that what it fetched ahead is what it needs.
-  const int64_t lanes = std::min(threads, items), longest_lane = (items + lanes - 1) / lanes;
-  parallel(lanes * longest_lane, threads, [&](int64_t turn) {
-    const int64_t item = turn % lanes * longest_lane + turn / lanes;
+  // Of a sequence that is cut, a thread takes parts that follow each other where it can, so that what it fetched ahead is what it needs.
+  const int64_t lanes = splits > 1 ? std::min(threads, items) : 1, lane = (items + lanes - 1) / lanes;
+  parallel(lanes * lane, threads, [&](int64_t turn) {
+    const int64_t item = turn % lanes * lane + turn / lanes;
     if (item >= items) return;
     const Block k = block_of(item / splits);
     State state = state_of(item / splits, item % splits);

@@ -98,6 +98,9 @@ inline __attribute__((always_inline)) void each_vector(const Reader<CODE> read, 
   for (int k = 0; j + k < vectors; ++k) store(out + (j + k) * W, use(j + k / SHARE * SHARE, rest[k]));
 }
 
+// Groups of channels of a token, each with a scale of its own.
+inline int64_t groups_of(const Side& s) { return s.scale_channels ? (s.dim + s.scale_channels - 1) / s.scale_channels : 1; }
+
 // Row `index` of a plane of parameters as one number for each channel.
 inline void spread_row(const Plane& p, int64_t b, int64_t h, int64_t t, int64_t channels, int64_t dim, float factor,
                        float* out) {
@@ -167,7 +170,7 @@ struct Parameters {
     if (s.scale_channels == 0) shift = 32;
     else if (s.scale_channels % W == 0 && (vectors & (vectors - 1)) == 0) while (int64_t(1) << shift < vectors) ++shift;
     else return;
-    groups = s.scale_channels ? (s.dim + s.scale_channels - 1) / s.scale_channels : 1;
+    groups = groups_of(s);
     if (groups > kMaxDim / 16) {
       groups = 0;
       return;

@@ -150,7 +150,6 @@ struct Spread {
   int64_t halves = 1;
   bool low = false;
 
-  static int64_t groups_of(const Side& s) { return s.scale_channels ? (s.dim + s.scale_channels - 1) / s.scale_channels : 1; }
   static int64_t size(const Side& s, const Codes& c) {  // floats
     return c.blocks * 2 * kRun * 4 * 2 + (kRun + kPack * kFold) * groups_of(s) + 64;
   }

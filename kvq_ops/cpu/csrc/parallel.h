@@ -37,9 +37,13 @@ struct Job {
 
 class Pool {
  public:
-  // Never destroyed, since its threads are not either.
+  // Never destroyed, since its threads are not either. A forked child begins anew: it has none of the threads, and one of them may have
+  // held the lock.
   static Pool& instance() {
-    static Pool* pool = new Pool;
+    static std::atomic<Pool*> pool{[] {
+      pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+      return new Pool;
+    }()};
     return *pool;
   }
   void run(const std::shared_ptr<Job>& job, int64_t helpers) {
