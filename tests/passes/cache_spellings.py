@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -440,3 +441,8 @@ SPELLINGS: dict[str, Spelling] = {
     "only_read": Spelling(filled_pair, only_read, no_mask),
     "where_write": Spelling(pair, each(where_write), longest=0, steps=SINGLE),
 }
+
+# Of one spelling with one layer, two and four.
+TWO = SPELLINGS["index_copy_"]
+ONE = replace(TWO, layers=1)
+FOUR = replace(TWO, layers=4)

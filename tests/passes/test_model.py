@@ -17,11 +17,7 @@ from kvq_ops.policy import Policy
 
 from .cache_checks import INT8, assert_same, compiled, expected, formats, handles, inputs, run, unchanged
 from .cache_decoder import HK, B, D, Decoder, Spelling, T
-from .cache_spellings import SPELLINGS
-
-TWO = SPELLINGS["index_copy_"]
-ONE = replace(TWO, layers=1)
-FOUR = replace(TWO, layers=4)
+from .cache_spellings import FOUR, ONE, SPELLINGS, TWO
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,11 +10,7 @@ import passes
 
 from .cache_checks import INT8, assert_same, expected, formats, handles, inputs, run, unchanged
 from .cache_decoder import Decoder, Spelling
-from .cache_spellings import SPELLINGS
-
-TWO = SPELLINGS["index_copy_"]
-ONE = replace(TWO, layers=1)
-FOUR = replace(TWO, layers=4)
+from .cache_spellings import FOUR, ONE, SPELLINGS, TWO
 
 
 @pytest.fixture(autouse=True)
